@@ -1,0 +1,243 @@
+"""What the modules of this wing ask of their arguments, and the words in which they refuse.
+
+Every check gathers all that is wrong with one call before it raises, and says the same
+in both wings.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+class InputError(ValueError, RuntimeError):
+    """An argument does not fit the module.
+
+    It is a `RuntimeError` as well because that is what torch itself raises for most of
+    these mistakes: code written against the source documents goes on catching it.
+    """
+
+
+def raise_all(where: str, problems: Sequence[str]) -> None:
+    """Raise one error that lists every problem of one call; do nothing if there is none.
+
+    Args:
+        where: what was called, as the user knows it.
+        problems: one sentence each.
+
+    Raises:
+        InputError: `problems` is not empty.
+    """
+    if len(problems) == 1:
+        raise InputError(f"{where}: {problems[0]}")
+    if problems:
+        raise InputError(f"{where}: {len(problems)} problems\n  - " + "\n  - ".join(problems))
+
+
+def check_sizes(where: str, **sizes: Any) -> None:
+    """Refuse constructor sizes that are not positive whole numbers.
+
+    Args:
+        where: the class.
+        sizes: each size under its argument's name.
+
+    Raises:
+        InputError: a size is not an `int`, is a `bool`, or is below 1.
+    """
+    problems = []
+    for name, size in sizes.items():
+        if isinstance(size, bool):
+            problems.append(f"{name} must be a whole number, got {size}; pass options such as bias by keyword")
+        elif not isinstance(size, int):
+            problems.append(f"{name} must be a whole number, got {size!r} of type {type(size).__name__}")
+        elif size < 1:
+            problems.append(f"{name} must be at least 1, got {size}")
+    raise_all(where, problems)
+
+
+def check_heads(where: str, embed_size: int, heads: int) -> None:
+    """Refuse a width that the heads cannot share out.
+
+    Args:
+        where: the class.
+        embed_size: width E.
+        heads: number of heads h.
+
+    Raises:
+        InputError: a size is no positive whole number, or E is no multiple of h.
+    """
+    check_sizes(where, embed_size=embed_size, heads=heads)
+    if embed_size % heads:
+        raise InputError(
+            f"{where}: embed_size must be a multiple of heads, got embed_size={embed_size}, heads={heads}; "
+            f"the nearest embed_size that fits is {heads * max(1, round(embed_size / heads))}"
+        )
+
+
+def check_probability(where: str, p: float) -> None:
+    """Refuse a dropout rate outside [0, 1].
+
+    Args:
+        where: the class.
+        p: probability that an element is zeroed.
+
+    Raises:
+        InputError: `p` is not in [0, 1].
+    """
+    if not 0.0 <= p <= 1.0:
+        raise InputError(f"{where}: the dropout rate must be between 0 and 1, got {p}")
+
+
+def check_sequences(where: str, width: int, weight: Array | None, **sequences: Array) -> None:
+    """Refuse inputs that are not `(n, l, width)` in the dtype and on the device of the weights.
+
+    The last two sequences are keys and values and must be equally long; all share n.
+
+    Args:
+        where: what was called.
+        width: last axis of each sequence.
+        weight: a parameter whose dtype and device the sequences must share.
+        sequences: query, key and value under the names of the call, key and value last.
+
+    Raises:
+        InputError: kind, rank, width, dtype, device, batch size or length does not fit.
+    """
+    problems = []
+    for name, x in sequences.items():
+        found = array_problems(name, x, rank=3, axes="(batch, length, width)")
+        if not found and x.shape[-1] != width:
+            found = [f"{name} must have width {width} on its last axis, got shape {tuple(x.shape)}"]
+        problems += found or weight_problems(name, x, weight)
+    if not problems:
+        shapes = {name: tuple(x.shape) for name, x in sequences.items()}
+        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        if len({shape[0] for shape in shapes.values()}) > 1:
+            problems.append(f"all inputs must have the same batch size, got {named}")
+        memory = list(shapes)[-2:]
+        if len({shapes[name][1] for name in memory}) > 1:
+            problems.append(f"{memory[0]} and {memory[1]} must be equally long, got {named}")
+    raise_all(where, problems)
+
+
+def check_attention_inputs(where: str, Q: Array, K: Array, V: Array) -> None:
+    """Refuse heads that do not fit each other.
+
+    Args:
+        where: what was called.
+        Q: `(n, h, lq, d_k)`.
+        K: `(n, h, lk, d_k)`.
+        V: `(n, h, lk, d_v)`.
+
+    Raises:
+        InputError: kind, rank, dtype, device, head width or length does not fit.
+    """
+    problems = []
+    for name, x in {"Q": Q, "K": K, "V": V}.items():
+        problems += array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
+    if not problems:
+        named = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
+        if Q.shape[-1] != K.shape[-1]:
+            problems.append(f"Q and K must have the same head width on their last axis, got {named}")
+        if K.shape[-2] != V.shape[-2]:
+            problems.append(f"K and V must be equally long on axis 2, got {named}")
+        for axis, meaning in enumerate(("batch sizes", "numbers of heads")):
+            if len({x.shape[axis] for x in (Q, K, V)} - {1}) > 1:
+                problems.append(f"the {meaning} on axis {axis} must be equal, got {named}")
+        problems += weight_problems("K", K, Q, than="Q") + weight_problems("V", V, Q, than="Q")
+    raise_all(where, problems)
+
+
+def check_mask(where: str, mask: Array | None, shape: tuple[int, ...], like: Array) -> None:
+    """Refuse a mask that would be misread, or that would enlarge the scores.
+
+    Args:
+        where: what was called.
+        mask: the caller's mask, or None.
+        shape: of the scores, `(n, h, lq, lk)`.
+        like: an array on the device of the scores.
+
+    Raises:
+        InputError: `mask` is no array, is complex, is on another device, or does not broadcast to the scores' shape.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Array | np.ndarray):
+        raise InputError(f"{where}: mask must be a {KIND} or None, got {type(mask).__name__}")
+    problems = []
+    if jnp.iscomplexobj(mask):
+        problems.append(f"mask must be boolean, integer or real, got {dtype_name(mask)}")
+    wanted, got = tuple(shape), tuple(mask.shape)
+    padded = (1,) * (len(wanted) - len(got)) + got
+    if len(got) > len(wanted) or any(have not in (1, want) for have, want in zip(padded, wanted, strict=True)):
+        hint = ""
+        if len(got) == 2 and got == (wanted[0], wanted[3]):
+            hint = "; a mask over (batch, keys) needs mask[:, None, None, :]"
+        problems.append(f"mask must broadcast to the scores' shape (batch, heads, queries, keys) = {wanted}, got {got}{hint}")
+    problems += device_problems("mask", mask, like, than="the inputs")
+    raise_all(where, problems)
+
+
+def check_features(where: str, x: Array, width: int, weight: Array) -> None:
+    """Refuse an input whose last axis, dtype or device is not the layer's.
+
+    Args:
+        where: the layer.
+        x: `(..., width)`.
+        width: the layer's input width.
+        weight: a parameter whose dtype and device `x` must share.
+
+    Raises:
+        InputError: kind, width, dtype or device does not fit.
+    """
+    problems = array_problems("the input", x)
+    if not problems:
+        if x.ndim == 0 or x.shape[-1] != width:
+            problems.append(f"the input must have width {width} on its last axis, got shape {tuple(x.shape)}")
+        problems += weight_problems("the input", x, weight)
+    raise_all(where, problems)
+
+
+KIND = "jax.Array"
+
+
+def dtype_name(x: Array) -> str:
+    return str(x.dtype)
+
+
+def array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -> list[str]:
+    if not isinstance(x, Array | np.ndarray):
+        return [f"{name} must be a {KIND}, got {type(x).__name__}"]
+    if rank is not None and x.ndim != rank:
+        return [f"{name} must have {rank} axes {axes}, got {x.ndim} with shape {tuple(x.shape)}"]
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return [f"{name} must be floating point, got {dtype_name(x)}"]
+    # Without x64 jax would cut float64 to float32 and say nothing.
+    if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+        return [
+            f"{name} is float64, but jax runs without 64-bit types; "
+            f'call jax.config.update("jax_enable_x64", True) or cast {name} to float32'
+        ]
+    return []
+
+
+def weight_problems(name: str, x: Array, weight: Array | None, than: str = "the weights") -> list[str]:
+    if weight is None:
+        return []
+    problems = device_problems(name, x, weight, than)
+    # jax would promote in silence; torch raises.
+    if x.dtype != weight.dtype:
+        want = dtype_name(weight)
+        problems.append(f"{name} is {dtype_name(x)} and {than} {want}; cast {name} to {want}")
+    return problems
+
+
+def device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
+    # Only arrays that were put somewhere on purpose can clash; jax moves the others itself.
+    placed = [isinstance(a, Array) and not isinstance(a, jax.core.Tracer) and a.committed for a in (x, other)]
+    if not all(placed) or x.devices() == other.devices():
+        return []
+    mine, theirs = (", ".join(sorted(map(str, a.devices()))) for a in (x, other))
+    return [f"{name} is on {mine} and {than} on {theirs}; move {name} to {theirs}"]

@@ -1,0 +1,56 @@
+"""Feed-forward network of the third source document."""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torch_impl.checks import check_features, check_sizes
+from torch_impl.layers import Dropout, Linear, ReLU
+
+
+class FeedForwardNetwork(nn.Module):
+    """Widen, clip at zero, drop, narrow, drop: `Dropout(W2 Dropout(ReLU(W1 x + b1)) + b2)`.
+
+    Quirk of the document, kept: dropout stands behind both projections, the second included.
+
+    Parameters, in this order: model.0 `(d_model -> d_ff)` and model.3 `(d_ff -> d_model)`,
+    weight then bias.
+
+    Args:
+        d_model: width of input and output.
+        d_ff: width between; None is 4 * d_model.
+        p_drop: probability that an element is zeroed in train mode.
+
+    Raises:
+        InputError: a size is no positive whole number, or p_drop is not in [0, 1].
+
+    Source:
+        the third document; Vaswani et al. 2017, section 3.3.
+    """
+
+    def __init__(self, d_model: int = 512, d_ff: int | None = None, p_drop: float = 0.1):
+        super().__init__()
+        d_ff = 4 * d_model if d_ff is None else d_ff
+        check_sizes("FeedForwardNetwork", d_model=d_model, d_ff=d_ff)
+        self.d_model = d_model
+        self.model = nn.Sequential(
+            Linear(d_model, d_ff),
+            ReLU(),
+            Dropout(p_drop),
+            Linear(d_ff, d_model),
+            Dropout(p_drop),
+        )
+
+    def forward(self, x: Float[Tensor, "*n e"]) -> Float[Tensor, "*n e"]:
+        """Apply the network to each position alone.
+
+        Args:
+            x: `(..., d_model)`, as a rule `(n, l, d_model)`.
+
+        Returns:
+            The same shape.
+
+        Raises:
+            InputError: width, dtype or device is not that of the weights.
+        """
+        check_features("FeedForwardNetwork", x, self.d_model, self.model[0].weight)
+        return self.model(x)
