@@ -1,8 +1,8 @@
 """Feed-forward network of the third source document."""
 
-from jaxtyping import Float
 from flax import nnx
 from jax import Array
+from jaxtyping import Float
 
 from jax_impl.checks import check_features, check_sizes
 from jax_impl.layers import Dropout, Linear, ReLU

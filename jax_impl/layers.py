@@ -7,9 +7,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jax_impl.checks import check_features, check_probability, check_sizes
@@ -113,7 +113,7 @@ class Dropout(nnx.Dropout):
 def uniform_within(bound: float) -> nnx.Initializer:
     """Initialiser: uniform in [-bound, bound), as `torch.nn.Linear` draws weight and bias alike."""
 
-    def init(key: Array, shape: tuple[int, ...], dtype: np.dtype = jnp.float32, **kwargs: object) -> Array:
+    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, **kwargs: object) -> Array:
         return jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)
 
     return init

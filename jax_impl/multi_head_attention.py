@@ -1,8 +1,8 @@
 """Multi-head attention of the third source document."""
 
-from jaxtyping import Float, Shaped
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Shaped
 
 from jax_impl.checks import InputError, check_mask, check_sequences, check_sizes
 from jax_impl.layers import Linear

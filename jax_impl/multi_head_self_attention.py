@@ -2,9 +2,9 @@
 
 import math
 
-from jaxtyping import Float, Shaped
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Shaped
 
 from jax_impl.checks import check_heads, check_mask, check_sequences
 from jax_impl.layers import Linear

@@ -1,8 +1,8 @@
 """Scaled dot-product attention of the third source document: True hides."""
 
-from jaxtyping import Float, Shaped
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Shaped
 
 from jax_impl.checks import check_attention_inputs, check_mask
 from jax_impl.operations import divide, hide, is_nonzero, matmul, rounded_sqrt, softmax
