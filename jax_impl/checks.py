@@ -107,10 +107,10 @@ def check_sequences(where: str, width: int, weight: Array | None, **sequences: A
     """
     problems = []
     for name, x in sequences.items():
-        found = array_problems(name, x, rank=3, axes="(batch, length, width)")
+        found = _array_problems(name, x, rank=3, axes="(batch, length, width)")
         if not found and x.shape[-1] != width:
             found = [f"{name} must have width {width} on its last axis, got shape {tuple(x.shape)}"]
-        problems += found or weight_problems(name, x, weight)
+        problems += found or _weight_problems(name, x, weight)
     if not problems:
         shapes = {name: tuple(x.shape) for name, x in sequences.items()}
         named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -136,7 +136,7 @@ def check_attention_inputs(where: str, Q: Array, K: Array, V: Array) -> None:
     """
     problems = []
     for name, x in {"Q": Q, "K": K, "V": V}.items():
-        problems += array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
+        problems += _array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
     if not problems:
         named = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
         if Q.shape[-1] != K.shape[-1]:
@@ -146,7 +146,7 @@ def check_attention_inputs(where: str, Q: Array, K: Array, V: Array) -> None:
         for axis, meaning in enumerate(("batch sizes", "numbers of heads")):
             if len({x.shape[axis] for x in (Q, K, V)} - {1}) > 1:
                 problems.append(f"the {meaning} on axis {axis} must be equal, got {named}")
-        problems += weight_problems("K", K, Q, than="Q") + weight_problems("V", V, Q, than="Q")
+        problems += _weight_problems("K", K, Q, than="Q") + _weight_problems("V", V, Q, than="Q")
     raise_all(where, problems)
 
 
@@ -176,7 +176,7 @@ def check_mask(where: str, mask: Array | None, shape: tuple[int, ...], like: Arr
         if len(got) == 2 and got == (wanted[0], wanted[3]):
             hint = "; a mask over (batch, keys) needs mask[:, None, None, :]"
         problems.append(f"mask must broadcast to the scores' shape (batch, heads, queries, keys) = {wanted}, got {got}{hint}")
-    problems += device_problems("mask", mask, like, than="the inputs")
+    problems += _device_problems("mask", mask, like, than="the inputs")
     raise_all(where, problems)
 
 
@@ -192,11 +192,11 @@ def check_features(where: str, x: Array, width: int, weight: Array) -> None:
     Raises:
         InputError: kind, width, dtype or device does not fit.
     """
-    problems = array_problems("the input", x)
+    problems = _array_problems("the input", x)
     if not problems:
         if x.ndim == 0 or x.shape[-1] != width:
             problems.append(f"the input must have width {width} on its last axis, got shape {tuple(x.shape)}")
-        problems += weight_problems("the input", x, weight)
+        problems += _weight_problems("the input", x, weight)
     raise_all(where, problems)
 
 
@@ -204,10 +204,18 @@ KIND = "jax.Array"
 
 
 def dtype_name(x: Array) -> str:
+    """Name a dtype as the errors of both wings do, without the framework's prefix.
+
+    Args:
+        x: the array.
+
+    Returns:
+        Such as "float32".
+    """
     return str(x.dtype)
 
 
-def array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -> list[str]:
+def _array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -> list[str]:
     if not isinstance(x, Array | np.ndarray):
         return [f"{name} must be a {KIND}, got {type(x).__name__}"]
     if rank is not None and x.ndim != rank:
@@ -223,10 +231,10 @@ def array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -
     return []
 
 
-def weight_problems(name: str, x: Array, weight: Array | None, than: str = "the weights") -> list[str]:
+def _weight_problems(name: str, x: Array, weight: Array | None, than: str = "the weights") -> list[str]:
     if weight is None:
         return []
-    problems = device_problems(name, x, weight, than)
+    problems = _device_problems(name, x, weight, than)
     # jax would promote in silence; torch raises.
     if x.dtype != weight.dtype:
         want = dtype_name(weight)
@@ -234,7 +242,7 @@ def weight_problems(name: str, x: Array, weight: Array | None, than: str = "the 
     return problems
 
 
-def device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
+def _device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
     # Only arrays that were put somewhere on purpose can clash; jax moves the others itself.
     placed = [isinstance(a, Array) and not isinstance(a, jax.core.Tracer) and a.committed for a in (x, other)]
     if not all(placed) or x.devices() == other.devices():

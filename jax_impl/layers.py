@@ -34,7 +34,7 @@ class Linear(nnx.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, rngs: nnx.Rngs):
         check_sizes("Linear", in_features=in_features, out_features=out_features)
-        init = uniform_within(1 / math.sqrt(in_features))
+        init = _uniform_within(1 / math.sqrt(in_features))
         super().__init__(in_features, out_features, use_bias=bias, kernel_init=init, bias_init=init, rngs=rngs)
 
     def __call__(self, input: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
@@ -110,7 +110,7 @@ class Dropout(nnx.Dropout):
         return input * (kept.astype(input.dtype) * (wide(1) / wide(1 - self.rate)).astype(input.dtype))
 
 
-def uniform_within(bound: float) -> nnx.Initializer:
+def _uniform_within(bound: float) -> nnx.Initializer:
     """Initialiser: uniform in [-bound, bound), as `torch.nn.Linear` draws weight and bias alike."""
 
     def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, **kwargs: object) -> Array:

@@ -44,7 +44,8 @@ class Multi_Head_Self_Attention(nnx.Module):
 
     Quirks of the document, kept: 0 hides; the scores are divided by `sqrt(d)` in full
     precision whatever their dtype; a query from which every key is hidden gets NaN, and so
-    do its gradients; the attention weights are not returned. It is not confined to
+    do the gradients of all values and of the weights `values` and `fc_out`, while its own
+    gradient is 0; the attention weights are not returned. It is not confined to
     self-attention: queries, keys and values may differ.
 
     Parameters, in this order: queries, keys, values, fc_out, each `(embed_size -> embed_size)`.

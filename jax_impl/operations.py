@@ -40,7 +40,7 @@ def einsum(subscripts: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> F
     Returns:
         The sum in the dtype of the operands.
     """
-    wide = jnp.einsum(subscripts, a, b, preferred_element_type=wide_dtype(a.dtype), precision=matmul_precision())
+    wide = jnp.einsum(subscripts, a, b, preferred_element_type=wide_dtype(a.dtype), precision=_matmul_precision())
     return wide.astype(a.dtype)
 
 
@@ -148,16 +148,31 @@ def softmax(scores: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def wide_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which torch computes on `dtype`: float32 for the half precisions, itself otherwise."""
+    """The dtype in which torch computes: float32 for the half precisions, itself otherwise.
+
+    Args:
+        dtype: of the operands.
+
+    Returns:
+        The wider dtype.
+    """
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def wide_matmul(a: Array, b: Array) -> Array:
-    """`matmul` before its result is rounded: in `wide_dtype`."""
-    return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype), precision=matmul_precision())
+def wide_matmul(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`matmul` before its result is rounded.
+
+    Args:
+        a: `(..., m, k)`.
+        b: `(..., k, n)`.
+
+    Returns:
+        `(..., m, n)` in the `wide_dtype` of the operands.
+    """
+    return jnp.matmul(a, b, preferred_element_type=wide_dtype(a.dtype), precision=_matmul_precision())
 
 
-def matmul_precision() -> lax.Precision | None:
+def _matmul_precision() -> lax.Precision | None:
     """Full float32 products, torch's default, unless the user chose a precision for all of jax.
 
     Left alone, XLA multiplies float32 matrices in TF32 on NVIDIA GPUs.

@@ -105,10 +105,10 @@ def check_sequences(where: str, width: int, weight: Tensor | None, **sequences: 
     """
     problems = []
     for name, x in sequences.items():
-        found = array_problems(name, x, rank=3, axes="(batch, length, width)")
+        found = _array_problems(name, x, rank=3, axes="(batch, length, width)")
         if not found and x.shape[-1] != width:
             found = [f"{name} must have width {width} on its last axis, got shape {tuple(x.shape)}"]
-        problems += found or weight_problems(name, x, weight)
+        problems += found or _weight_problems(name, x, weight)
     if not problems:
         shapes = {name: tuple(x.shape) for name, x in sequences.items()}
         named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -134,7 +134,7 @@ def check_attention_inputs(where: str, Q: Tensor, K: Tensor, V: Tensor) -> None:
     """
     problems = []
     for name, x in {"Q": Q, "K": K, "V": V}.items():
-        problems += array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
+        problems += _array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
     if not problems:
         named = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
         if Q.shape[-1] != K.shape[-1]:
@@ -144,7 +144,7 @@ def check_attention_inputs(where: str, Q: Tensor, K: Tensor, V: Tensor) -> None:
         for axis, meaning in enumerate(("batch sizes", "numbers of heads")):
             if len({x.shape[axis] for x in (Q, K, V)} - {1}) > 1:
                 problems.append(f"the {meaning} on axis {axis} must be equal, got {named}")
-        problems += weight_problems("K", K, Q, than="Q") + weight_problems("V", V, Q, than="Q")
+        problems += _weight_problems("K", K, Q, than="Q") + _weight_problems("V", V, Q, than="Q")
     raise_all(where, problems)
 
 
@@ -174,7 +174,7 @@ def check_mask(where: str, mask: Tensor | None, shape: tuple[int, ...], like: Te
         if len(got) == 2 and got == (wanted[0], wanted[3]):
             hint = "; a mask over (batch, keys) needs mask[:, None, None, :]"
         problems.append(f"mask must broadcast to the scores' shape (batch, heads, queries, keys) = {wanted}, got {got}{hint}")
-    problems += device_problems("mask", mask, like, than="the inputs")
+    problems += _device_problems("mask", mask, like, than="the inputs")
     raise_all(where, problems)
 
 
@@ -190,11 +190,11 @@ def check_features(where: str, x: Tensor, width: int, weight: Tensor) -> None:
     Raises:
         InputError: kind, width, dtype or device does not fit.
     """
-    problems = array_problems("the input", x)
+    problems = _array_problems("the input", x)
     if not problems:
         if x.ndim == 0 or x.shape[-1] != width:
             problems.append(f"the input must have width {width} on its last axis, got shape {tuple(x.shape)}")
-        problems += weight_problems("the input", x, weight)
+        problems += _weight_problems("the input", x, weight)
     raise_all(where, problems)
 
 
@@ -202,10 +202,18 @@ KIND = "torch.Tensor"
 
 
 def dtype_name(x: Tensor) -> str:
+    """Name a dtype as the errors of both wings do, without the framework's prefix.
+
+    Args:
+        x: the array.
+
+    Returns:
+        Such as "float32".
+    """
     return str(x.dtype).removeprefix("torch.")
 
 
-def array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -> list[str]:
+def _array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -> list[str]:
     if not isinstance(x, Tensor):
         return [f"{name} must be a {KIND}, got {type(x).__name__}"]
     if rank is not None and x.ndim != rank:
@@ -215,10 +223,10 @@ def array_problems(name: str, x: Any, rank: int | None = None, axes: str = "") -
     return []
 
 
-def weight_problems(name: str, x: Tensor, weight: Tensor | None, than: str = "the weights") -> list[str]:
+def _weight_problems(name: str, x: Tensor, weight: Tensor | None, than: str = "the weights") -> list[str]:
     if weight is None:
         return []
-    problems = device_problems(name, x, weight, than)
+    problems = _device_problems(name, x, weight, than)
     # Under autocast the framework itself brings both to one dtype.
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         want = dtype_name(weight)
@@ -226,7 +234,7 @@ def weight_problems(name: str, x: Tensor, weight: Tensor | None, than: str = "th
     return problems
 
 
-def device_problems(name: str, x: Tensor, other: Tensor, than: str) -> list[str]:
+def _device_problems(name: str, x: Tensor, other: Tensor, than: str) -> list[str]:
     if x.device == other.device:
         return []
     return [f"{name} is on {x.device} and {than} on {other.device}; move {name} to {other.device}"]

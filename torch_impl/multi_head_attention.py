@@ -88,5 +88,6 @@ class MultiHeadAttention(nn.Module):
         K = self.W_k(key).reshape(n, lk, self.n_heads, self.d_k).transpose(1, 2)
         V = self.W_v(value).reshape(n, lk, self.n_heads, self.d_v).transpose(1, 2)
         output, attention_weights = self.attention(Q, K, V, mask)
-        output = output.transpose(1, 2).reshape(n, lq, self.n_heads * self.d_v)
+        # Copied first: with one-wide heads reshape would give a view, whose product has other last bits.
+        output = output.transpose(1, 2).contiguous().reshape(n, lq, self.n_heads * self.d_v)
         return self.W_o(output), attention_weights

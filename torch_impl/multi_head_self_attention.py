@@ -43,7 +43,8 @@ class Multi_Head_Self_Attention(nn.Module):
 
     Quirks of the document, kept: 0 hides; the scores are divided by `sqrt(d)` in full
     precision whatever their dtype; a query from which every key is hidden gets NaN, and so
-    do its gradients; the attention weights are not returned. It is not confined to
+    do the gradients of all values and of the weights `values` and `fc_out`, while its own
+    gradient is 0; the attention weights are not returned. It is not confined to
     self-attention: queries, keys and values may differ.
 
     Parameters, in this order: queries, keys, values, fc_out, each `(embed_size -> embed_size)`.
@@ -101,4 +102,5 @@ class Multi_Head_Self_Attention(nn.Module):
         keys = self.keys(keys).reshape(n, lk, self.heads, self.head_dim).transpose(1, 2)
         values = self.values(values).reshape(n, lk, self.heads, self.head_dim).transpose(1, 2)
         out, _ = self.attention(queries, keys, values, mask)
-        return self.fc_out(out.transpose(1, 2).reshape(n, lq, self.embed_size))
+        # Copied first: with one-wide heads reshape would give a view, whose product has other last bits.
+        return self.fc_out(out.transpose(1, 2).contiguous().reshape(n, lq, self.embed_size))

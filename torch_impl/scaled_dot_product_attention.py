@@ -17,7 +17,8 @@ def scaled_dot_product_attention(
 
     Quirks of the document, kept: the square root is rounded to the dtype of Q before it
     divides; the mask says what to hide, not what to keep; a query from which every key is
-    hidden gets NaN in its output and in its gradients.
+    hidden gets NaN in its output, and so do the gradients of all values of its head, while
+    its own gradient is 0.
 
     Args:
         Q: queries, `(n, h, lq, d_k)`.
