@@ -1,0 +1,18 @@
+"""Is this Flax model the same function as that PyTorch model, and if not, which line is wrong?
+
+Importing this package loads neither framework.
+"""
+
+from parity.errors import DivergenceError as DivergenceError
+from parity.errors import InputError as InputError
+from parity.errors import MissingFrameworkError as MissingFrameworkError
+from parity.errors import ParityError as ParityError
+from parity.errors import TransferError as TransferError
+from parity.weights.transfer import Transfer as Transfer
+from parity.weights.transfer import transfer as transfer
+from parity.evidence.compare import compare as compare
+from parity.evidence.diff import diff as diff
+from parity.evidence.result import Diff as Diff
+from parity.evidence.result import Report as Report
+from parity.evidence.result import Trace as Trace
+from parity.evidence.trace import trace as trace

@@ -1,0 +1,1 @@
+"""How agreement is shown."""

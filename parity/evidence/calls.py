@@ -1,0 +1,54 @@
+"""A call of a model, and what came of it, with every array in NumPy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments for both models.
+
+    Attributes:
+        args: positional arguments, arrays in NumPy, anything else as given.
+        kwargs: keyword arguments likewise.
+        castable: paths of the floating point arrays that carry values, not masks: they take
+            on the dtype of a run and get gradients.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    castable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Outputs by path, and gradients by `input ...` or parameter path."""
+
+    outputs: dict[str, Any]
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """An array of which only shape and dtype are known."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one call of one submodule returned.
+
+    Attributes:
+        path: the submodule's dotted path, in torch's words.
+        call: 0 for its first call, 1 for its second.
+        outputs: arrays by path in the returned tree.
+    """
+
+    path: str
+    call: int
+    outputs: dict[str, Any]

@@ -1,0 +1,157 @@
+"""Climb the ladder for a pair of models."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from parity.errors import InputError, first_line
+from parity.evidence.ladder import CLIMB
+from parity.evidence.result import LEVELS, Finding, LevelResult, Report, Trace
+from parity.evidence.subject import Subject, arrays_of
+from parity.evidence.trace import trace_subject
+
+
+def compare(
+    torch_model: Any,
+    flax_model: Any,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    levels: Iterable[str] | None = None,
+    modes: Iterable[str] = ("compiled", "eager"),
+    rename: Mapping[str, str] | None = None,
+    ignore: Iterable[str] = (),
+    seed: int = 0,
+    strict: bool = False,
+) -> Report:
+    """Tell whether a Flax model is the same function as a torch model, level by level.
+
+    While it runs, float32 products are full, TF32 is off, torch's algorithms are
+    deterministic, and jax has 64-bit types inside float64 runs only; all of it is restored
+    afterwards. Neither model nor any argument is changed.
+
+    Args:
+        torch_model: a `torch.nn.Module` in eval mode. Canonical: what it does is right.
+        flax_model: an `nnx.Module` in eval mode.
+        args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
+        kwargs: keyword arguments for both.
+        levels: names out of `weights`, `structure`, `wiring`, `identical`, `native`, `gradients`;
+            None climbs them all.
+        modes: how Flax runs at the level `native`: `compiled`, `eager` or both.
+        rename: as in `parity.transfer`.
+        ignore: as in `parity.transfer`.
+        seed: of probes, cotangents and jitter.
+        strict: whether refusing another dtype is part of the interface: torch does, most Flax
+            layers promote.
+
+    Returns:
+        The report; on failure with a trace that names the first divergence.
+
+    Raises:
+        InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
+        MissingFrameworkError: a framework is not installed.
+    """
+    chosen, ways = checked_levels(levels), tuple(modes)
+    if not ways or not set(ways) <= {"compiled", "eager"}:
+        raise InputError(f"modes must be 'compiled', 'eager' or both, got {', '.join(map(repr, ways)) or 'nothing'}")
+    subject = Subject(
+        torch_model,
+        flax_model,
+        args,
+        kwargs or {},
+        rename=rename,
+        ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
+        seed=seed,
+        gradients="gradients" in chosen,
+    )
+    return climb(subject, chosen, ways, rename, strict)
+
+
+def climb(
+    subject: Subject, levels: tuple[str, ...], modes: tuple[str, ...], rename: Mapping[str, str] | None = None, strict: bool = False
+) -> Report:
+    """`compare` for models that are already checked."""
+    refused = refusals(subject) if set(levels) - {"weights"} else None
+    options: dict[str, dict[str, Any]] = {"structure": {"strict": strict}, "native": {"modes": modes}}
+    results: list[LevelResult] = []
+    for level in levels:
+        if refused and level != "weights":
+            results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
+        else:
+            results.append(attempt(level, subject, options.get(level, {})))
+    trace = None
+    if not refused and any(result.status == "failed" for result in results):
+        trace = attempt_trace(subject, rename)
+    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject))
+
+
+def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelResult:
+    """One level. What the user's model raises on the way is a level that could not run, not a crash."""
+    try:
+        return CLIMB[level](subject, **options)
+    except InputError:
+        raise
+    except Exception as error:
+        return LevelResult(level, "not run", f"{type(error).__name__}: {first_line(error)}")
+
+
+def attempt_trace(subject: Subject, rename: Mapping[str, str] | None) -> Trace | None:
+    try:
+        return trace_subject(subject, rename)
+    except Exception:
+        # The levels have already said what fails; a trace only helps to find it.
+        return None
+
+
+def refusals(subject: Subject) -> LevelResult | None:
+    """The level `structure`, failed, if one side refuses the inputs.
+
+    Raises:
+        InputError: both do.
+    """
+    errors = {}
+    for side, name in (("torch_native", "torch"), ("flax_native", "flax")):
+        try:
+            getattr(subject, side)
+        except InputError:
+            raise
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    if len(errors) == 2:
+        raise InputError(f"both models refuse these inputs. torch: {errors['torch']}. Flax: {errors['flax']}")
+    if not errors:
+        return None
+    name = next(iter(errors))
+    expected, actual = ("raises " + errors["torch"], "returns") if name == "torch" else ("returns", "raises " + errors["flax"])
+    finding = Finding("", f"expected (torch) {expected}; actual (flax) {actual}")
+    return LevelResult("structure", "failed", "one side refuses the inputs", findings=(finding,))
+
+
+def checked_levels(levels: Iterable[str] | None) -> tuple[str, ...]:
+    chosen = LEVELS if levels is None else (levels,) if isinstance(levels, str) else tuple(levels)
+    unknown = [level for level in chosen if level not in LEVELS]
+    if unknown or not chosen:
+        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {', '.join(LEVELS)}")
+    return tuple(level for level in LEVELS if level in chosen)
+
+
+def environment(subject: Subject) -> dict[str, str]:
+    with subject.torch.pinned() as torch_settings, subject.flax.pinned() as jax_settings:
+        return {**subject.torch.environment(), **subject.flax.environment(), **torch_settings, **jax_settings}
+
+
+def lint(subject: Subject) -> tuple[str, ...]:
+    """What inputs of this kind cannot show."""
+    notes = []
+    for path, array in subject.values():
+        if array.size and (array == array.flat[0]).all():
+            notes.append(f"{path} is constant ({array.flat[0]!s}): a wrong scale, order or axis may not show")
+        elif array.ndim > 1 and array.shape[0] == 1:
+            notes.append(f"{path} has a batch of one: mixed-up batch entries do not show")
+    for path, array in arrays_of(subject.call):
+        masklike = path not in subject.call.castable and "float" in str(array.dtype) and array.size
+        if masklike and np_is_switch(array):
+            notes.append(f"{path} is a floating point mask of 0 and 1: some layers add such a mask, others switch by it")
+    return tuple(notes)
+
+
+def np_is_switch(array: Any) -> bool:
+    return bool(((array == 0) | (array == 1)).all())

@@ -1,0 +1,355 @@
+"""The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parity.errors import first_line
+from parity.evidence import wiring
+from parity.evidence.calls import Call, Evaluation
+from parity.evidence.numerics import (
+    Identity,
+    finite_scale,
+    identity,
+    largest_gap,
+    precision,
+    same_specials,
+    semantics_bound,
+    wide,
+)
+from parity.evidence.result import Finding, LevelResult
+from parity.evidence.subject import Subject, arrays_of, changed
+from parity.weights.paths import split
+
+# How many findings a result keeps: enough to see a pattern, few enough to read.
+KEPT = 20
+
+
+def weights(subject: Subject) -> LevelResult:
+    """Every leaf accounted for and bit-equal, read back through the inverse layout; ties and settings kept."""
+    pairing = subject.pairing
+    findings = [Finding("", sentence) for sentence in (*pairing.problems, *pairing.lost_ties, *pairing.settings)]
+    size = 0
+    for p in pairing.pairs:
+        expected, back = p.source.read(), p.layout.inverse().apply(p.target.read())
+        size += expected.nbytes
+        if expected.dtype != back.dtype:
+            findings.append(Finding(p.source.path, f"{expected.dtype} in torch, {back.dtype} in Flax"))
+            continue
+        bits = f"u{expected.dtype.itemsize}"
+        unequal = np.ascontiguousarray(expected).view(bits) != np.ascontiguousarray(back).view(bits)
+        if unequal.any():
+            worst = worst_index(wide(back), wide(expected), unequal)
+            what = (
+                f"{int(unequal.sum())} of {unequal.size} values differ from {p.target.path}, worst at {worst}: "
+                f"expected (torch) {expected[worst]!s}, actual (flax) {back[worst]!s}"
+            )
+            findings.append(Finding(p.source.path, what, {"differing": int(unequal.sum()), "elements": unequal.size}))
+    figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
+    notes = tuple(f"left out: {path}" for path in pairing.ignored)
+    if not pairing.pairs and not findings:
+        return LevelResult("weights", "not applicable", "neither model has parameters", figures)
+    summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
+    return verdict("weights", findings, summary, figures, notes)
+
+
+def structure(subject: Subject, *, strict: bool = False) -> LevelResult:
+    """The same tree, shapes, dtypes, NaN and infinity positions, and the same bad inputs refused."""
+    expected, actual = subject.torch_native.outputs, subject.flax_native.outputs
+    findings = []
+    for path in [*expected, *(p for p in actual if p not in expected)]:
+        where = f"output {path}" if path else "output"
+        if path not in actual or path not in expected:
+            side, other = ("torch", "flax") if path in expected else ("flax", "torch")
+            findings.append(Finding(where, f"{side} returns it, {other} does not"))
+            continue
+        findings += compare_kind(where, expected[path], actual[path])
+    bad, notes = bad_inputs(subject, strict)
+    findings += bad
+    summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
+    return verdict("structure", findings, summary, {"outputs": len(expected)}, tuple(notes))
+
+
+def compare_kind(where: str, expected: Any, actual: Any) -> list[Finding]:
+    """Everything about an output but its finite values."""
+    if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray):
+        same = type(expected) is type(actual) and (isinstance(expected, np.ndarray) or bool(expected == actual))
+        text = f"expected (torch) {kind(expected)}, actual (flax) {kind(actual)}"
+        return [] if same else [Finding(where, text)]
+    if expected.shape != actual.shape:
+        return [Finding(where, f"expected (torch) shape {expected.shape}, actual (flax) {actual.shape}")]
+    found = []
+    # jax without 64-bit types holds int64 as int32: the same numbers.
+    integers = expected.dtype.kind in "iu" and actual.dtype.kind in "iu"
+    if expected.dtype != actual.dtype and not integers:
+        found.append(Finding(where, f"expected (torch) dtype {expected.dtype}, actual (flax) {actual.dtype}"))
+    special = same_specials(actual, expected)
+    if not special.all():
+        at = tuple(int(i) for i in np.argwhere(~special)[0])
+        text = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}: "
+        found.append(Finding(where, text + f"expected (torch) {expected[at]!s}, actual (flax) {actual[at]!s}"))
+    return found
+
+
+def kind(value: Any) -> str:
+    return f"an array {value.shape} {value.dtype}" if isinstance(value, np.ndarray) else repr(value)
+
+
+def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]]:
+    """Whether both sides refuse, or accept, inputs that do not fit."""
+    if isinstance(subject.torch.raises(subject.torch_model, subject.call), str):
+        return [], ["bad inputs were not tried: the torch model cannot run on shapes alone"]
+    findings, notes = [], []
+    for what, call, soft in spoiled(subject):
+        expected = subject.torch.raises(subject.torch_model, call)
+        actual = subject.flax.raises(subject.flax_model, call)
+        if isinstance(expected, str) == isinstance(actual, str) and (isinstance(expected, str) or expected == actual):
+            continue
+        sentence = f"{what}: expected (torch) {outcome(expected)}; actual (flax) {outcome(actual)}"
+        # A natural port promotes where torch refuses; that is no other function.
+        if soft and not strict:
+            notes.append(sentence)
+        else:
+            findings.append(Finding("input", sentence))
+    return findings, notes
+
+
+def outcome(result: str | tuple[tuple[int, ...], ...]) -> str:
+    return f"raises {result}" if isinstance(result, str) else f"returns shapes {', '.join(map(str, result))}"
+
+
+def spoiled(subject: Subject) -> list[tuple[str, Call, bool]]:
+    """Calls that do not fit, in words, and whether a difference is only worth a note."""
+    calls = []
+    values = [(path, array) for path, array in subject.values() if array.ndim]
+    for path, array in values:
+        wider = np.concatenate([array, array[..., :1]], axis=-1) if array.shape[-1] else array
+        calls.append((f"{path} one wider than it should be", replaced(subject.call, path, wider), False))
+        other = np.float16 if array.dtype != np.float16 else np.float32
+        calls.append((f"{path} in {np.dtype(other)}", replaced(subject.call, path, array.astype(other)), True))
+    if values and all(array.ndim > 1 and array.shape[0] for _, array in values):
+        calls.append(("inputs without their first axis", changed(subject.call, lambda _, array: array[0]), False))
+    return calls
+
+
+def replaced(call: Call, path: str, array: np.ndarray) -> Call:
+    return changed(call, lambda where, old: array if where == path else old)
+
+
+def identical(subject: Subject) -> LevelResult:
+    """Both sides in float64, rounded once to float32: bit-equal, but for proved rounding ties."""
+    stopped = cannot_run_wide(subject)
+    if stopped:
+        return LevelResult("identical", "not run", stopped)
+    results, findings = [], []
+    for path, oracle in floats(subject.torch_wide):
+        actual = subject.flax_wide.outputs.get(path)
+        where = f"output {path}" if path else "output"
+        if not isinstance(actual, np.ndarray) or actual.shape != oracle.shape:
+            findings.append(Finding(where, "cannot be compared: see the level structure"))
+            continue
+        bound = semantics_bound(wide(subject.torch_native.outputs[path]), oracle)
+        result, wrong = identity(actual, oracle, bound)
+        results.append(result)
+        if not result.passed:
+            findings.append(described_gap(where, result, wrong, actual, oracle))
+    findings += unequal_integers(subject)
+    return identity_verdict("identical", results, findings)
+
+
+def identity_verdict(level: str, results: list[Identity], findings: list[Finding]) -> LevelResult:
+    figures = {
+        "elements": sum(r.elements for r in results),
+        "equal": sum(r.equal for r in results),
+        "ties": sum(r.ties for r in results),
+        "unexplained": sum(r.unexplained for r in results),
+        "ratio": max((r.ratio for r in results), default=0.0),
+        "zero": sum(r.zero for r in results),
+    }
+    summary = f"{figures['equal']:,} of {figures['elements']:,} values bit-equal"
+    if figures["ties"]:
+        summary += f", {figures['ties']} proved rounding ties"
+    if figures["unexplained"]:
+        summary += f", {figures['unexplained']:,} unexplained"
+    if findings:
+        summary += f"; error {figures['ratio']:.3g} times what rounding explains"
+    return verdict(level, findings, summary, figures)
+
+
+def described_gap(where: str, result: Identity, wrong: np.ndarray, actual: np.ndarray, oracle: np.ndarray) -> Finding:
+    gap = largest_gap(actual, oracle)
+    at = worst_index(actual, oracle, wrong if wrong.any() else np.ones(actual.shape, bool))
+    what = (
+        f"{int(wrong.sum())} of {wrong.size} values differ, error {result.ratio:.3g} times what rounding explains; "
+        f"worst at {at}: expected (torch) {oracle[at]:.9g}, actual (flax) {actual[at]:.9g}"
+    )
+    return Finding(where, what, {"differing": int(wrong.sum()), "elements": wrong.size, "ratio": result.ratio, "atol": gap})
+
+
+def unequal_integers(subject: Subject) -> list[Finding]:
+    found = []
+    for path, expected in subject.torch_native.outputs.items():
+        actual = subject.flax_native.outputs.get(path)
+        both = isinstance(expected, np.ndarray) and isinstance(actual, np.ndarray)
+        if both and expected.dtype.kind in "biu" and expected.shape == actual.shape and not np.array_equal(expected, actual):
+            where = f"output {path}" if path else "output"
+            found.append(Finding(where, f"{int((expected != actual).sum())} of {expected.size} whole numbers differ"))
+    return found
+
+
+def cannot_run_wide(subject: Subject) -> str | None:
+    """Why the models cannot be compared in float64, None if they can."""
+    for side in ("torch", "flax"):
+        name = "the torch model" if side == "torch" else "the Flax model"
+        try:
+            run = getattr(subject, f"{side}_wide")
+        except Exception as error:
+            return f"{name} does not run in float64: {type(error).__name__}: {first_line(error)}"
+        pinned = subject.pinned_dtype(run, subject.torch_native)
+        if pinned:
+            return f"{name} pins a dtype: {pinned}; remove the cast or the dtype argument to let it run in float64"
+    return None
+
+
+def floats(run: Evaluation) -> list[tuple[str, np.ndarray]]:
+    return [(p, a) for p, a in run.outputs.items() if isinstance(a, np.ndarray) and "float" in str(a.dtype)]
+
+
+def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) -> LevelResult:
+    """In the deployed dtype, Flax's error is within the noise of torch's own."""
+    try:
+        oracle = subject.torch_wide
+    except Exception as error:
+        return LevelResult("native", "not run", f"no float64 oracle: {type(error).__name__}: {first_line(error)}")
+    findings, worst = [], 0.0
+    for mode in modes:
+        run = subject.flax_native if mode == "compiled" else subject.flax_eager
+        for path, expected in floats(oracle):
+            actual = run.outputs.get(path)
+            where = f"output {path} ({mode})" if path else f"output ({mode})"
+            if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+                findings.append(Finding(where, "cannot be compared: see the level structure"))
+                continue
+            runs = [r.outputs[path] for r in subject.ensemble]
+            found, ratio = imprecise(where, actual, runs, wide(expected), subject.dtype)
+            findings += found
+            worst = max(worst, ratio)
+    figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
+    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} of the allowed"
+    return verdict("native", findings, summary, figures)
+
+
+def imprecise(
+    where: str, actual: np.ndarray, runs: list[np.ndarray], oracle: np.ndarray, dtype: str, scale: float | None = None
+) -> tuple[list[Finding], float]:
+    special = same_specials(actual, runs[0])
+    if not special.all():
+        return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
+    result = precision(actual, runs, oracle, dtype, scale)
+    ratio = max(result.max_ratio, result.rms_ratio)
+    if result.passed:
+        return [], ratio
+    what = (
+        f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
+        f"what is allowed at the worst place, {result.rms_ratio:.3g} times in the mean square"
+    )
+    return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio})], ratio
+
+
+def gradients(subject: Subject) -> LevelResult:
+    """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
+    stopped = cannot_run_wide(subject)
+    if stopped:
+        return LevelResult("gradients", "not run", stopped)
+    if not subject.torch_wide.gradients:
+        return LevelResult("gradients", "not applicable", "nothing here has a gradient")
+    missing, triples = paired_gradients(subject)
+    results, findings, notes, worst = [], missing, [], 0.0
+    kinks = subject.kinks
+    scales = gradient_scales(subject)
+    for path, actual, oracle, flax_native in triples:
+        native32 = wide(subject.torch_native.gradients[path])
+        bound = semantics_bound(native32, wide(oracle), scales[path])
+        result, wrong = identity(wide(actual), wide(oracle), bound)
+        results.append(result)
+        if not result.passed:
+            findings.append(described_gap(f"gradient of {path}", result, wrong, wide(actual), wide(oracle)))
+        elif not kinks and not result.zero:
+            runs = [r.gradients[path] for r in subject.ensemble]
+            found, ratio = imprecise(f"gradient of {path}", flax_native, runs, wide(oracle), subject.dtype, scales[path])
+            findings += found
+            worst = max(worst, ratio)
+    if kinks:
+        notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
+    zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
+    if zero:
+        notes.append(f"zero in exact arithmetic, noise on both sides: {', '.join(zero)}")
+    level = identity_verdict("gradients", results, findings)
+    figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
+    return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
+
+
+def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]]:
+    """Flax's float64 gradient, torch's, and Flax's native one under each torch path, in torch's layout."""
+    wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
+    found = []
+    by_source = {p.source.path: p for p in subject.pairing.pairs}
+    missing = []
+    for path, oracle in subject.torch_wide.gradients.items():
+        if path.startswith("input "):
+            flax_path, back = path, (lambda array: array)
+        elif path in by_source:
+            p = by_source[path]
+            flax_path, back = p.target.path, p.layout.inverse().apply
+        else:
+            continue
+        if flax_path not in wide_run:
+            missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no nnx.Param"))
+            continue
+        found.append((path, back(wide_run[flax_path]), oracle, back(native_run[flax_path])))
+    return missing, found
+
+
+def gradient_scales(subject: Subject) -> dict[str, float]:
+    """The magnitude by which each gradient is judged: a bias has that of its sibling kernel, if that is larger."""
+    own = {path: finite_scale(g) for path, g in subject.torch_wide.gradients.items()}
+    by_owner: dict[str, float] = {}
+    for path, scale in own.items():
+        if not path.startswith("input "):
+            layer = split(path)[0]
+            by_owner[layer] = max(by_owner.get(layer, 0.0), scale)
+    return {path: by_owner.get(split(path)[0], scale) if path.endswith("bias") else scale for path, scale in own.items()}
+
+
+def worst_index(actual: np.ndarray, expected: np.ndarray, among: np.ndarray) -> tuple[int, ...]:
+    gap = np.abs(wide(actual) - wide(expected))
+    gap = np.where(among, np.nan_to_num(gap, nan=np.inf, posinf=np.inf), -1.0)
+    return tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+
+
+def verdict(
+    level: str, findings: list[Finding], summary: str, figures: dict[str, Any], notes: tuple[str, ...] = ()
+) -> LevelResult:
+    kept = tuple(findings[:KEPT])
+    more = len(findings) - len(kept)
+    return LevelResult(
+        level,
+        "failed" if findings else "passed",
+        summary,
+        figures,
+        kept,
+        (*notes, f"{more} more findings are not listed") if more > 0 else notes,
+    )
+
+
+CLIMB: dict[str, Callable[..., LevelResult]] = {
+    "weights": weights,
+    "structure": structure,
+    "wiring": wiring.wiring,
+    "identical": identical,
+    "native": native,
+    "gradients": gradients,
+}
+
+__all__ = ["CLIMB", "arrays_of"]

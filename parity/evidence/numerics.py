@@ -1,0 +1,273 @@
+"""How far apart two arrays are, and how far apart rounding alone can bring them. NumPy only."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+# Unit roundoff: half the distance from 1 to the next number.
+UNIT = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}
+
+# Semantics: both sides in float64. Over 3,024 clean trials the largest ratio was 6.8 of the
+# allowed 64, the smallest of a weight moved by one ulp 2,700 (project record, torch 2.13, jax 0.10).
+SEMANTICS_FACTOR = 64.0
+# Float32 noise of torch in units of float64: 2^-53 / 2^-24.
+FLOAT32_TO_FLOAT64 = 2.0**-29
+
+
+def ulp_distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Count the representable numbers between two float arrays, elementwise.
+
+    The unit means the same near 1e-30 and near 1e30: 0 is bit-equal (+0.0 and -0.0 count as
+    equal), 1 is the next number.
+
+    Args:
+        actual: any shape, finite, of a floating point dtype of 16, 32 or 64 bits.
+        expected: same shape and dtype as `actual`, finite.
+
+    Returns:
+        int64 array of that shape, in ulp. Distances beyond 2^63 are cut there.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a value is NaN or infinite.
+
+    Source:
+        Goldberg 1991, "What every computer scientist should know about floating-point
+        arithmetic", section 1.2.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise ValueError(
+            f"ulp_distance wants equal shapes and dtypes, got {actual.shape} {actual.dtype} and {expected.shape} {expected.dtype}"
+        )
+    if not (np.isfinite(actual).all() and np.isfinite(expected).all()):
+        raise ValueError("ulp_distance wants finite values; compare NaN and infinite positions first")
+    a, b = ordered(actual), ordered(expected)
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    # Both fit in int64; their difference may not, so it is taken without sign.
+    distance = high.astype(np.uint64) - low.astype(np.uint64)
+    return np.minimum(distance, np.uint64(2**63 - 1)).astype(np.int64)
+
+
+def ordered(array: np.ndarray) -> np.ndarray:
+    """Floats as int64 in the same order, consecutive for consecutive floats."""
+    width = array.dtype.itemsize * 8
+    bits = np.ascontiguousarray(array).view(f"int{width}").astype(np.int64)
+    return np.where(bits < 0, np.int64(-(2 ** (width - 1))) - bits, bits)
+
+
+def neighbours(array: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
+    """The floats that many representable numbers further up (down for negative steps)."""
+    width = array.dtype.itemsize * 8
+    moved = ordered(array) + np.asarray(steps, np.int64)
+    bits = np.where(moved < 0, np.int64(-(2 ** (width - 1))) - moved, moved)
+    return bits.astype(f"int{width}").view(array.dtype)
+
+
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Where two arrays of one dtype hold the same number: equal, or both NaN. Shapes must be equal."""
+    if actual.dtype.kind in "biu":
+        return actual == expected
+    a, b = actual, expected
+    return (a == b) | ((a != a) & (b != b))
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    """The array in float64."""
+    return np.asarray(array).astype(np.float64)
+
+
+def finite_scale(array: np.ndarray) -> float:
+    """Largest finite magnitude, 0 if there is none."""
+    values = np.abs(wide(array))
+    values = values[np.isfinite(values)]
+    return float(values.max()) if values.size else 0.0
+
+
+def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference where both are finite, 0 if they are nowhere."""
+    a, b = wide(actual), wide(expected)
+    both = np.isfinite(a) & np.isfinite(b)
+    return float(np.abs(a[both] - b[both]).max()) if both.any() else 0.0
+
+
+def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Where NaN and infinities agree: both NaN, both the same infinity, or both finite."""
+    a, b = wide(actual), wide(expected)
+    return (np.isnan(a) == np.isnan(b)) & ((np.isinf(a) == np.isinf(b)) & (~np.isinf(a) | (a == b)))
+
+
+def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None) -> float:
+    """The largest difference between two float64 runs that rounding explains.
+
+    `64 (2^-29 max|t32 - t64| + 2^-53 scale)`: torch's own float32 noise, scaled down to
+    float64, and the rounding of the result itself.
+
+    Args:
+        torch32: torch's result in float32, or any narrower dtype in which it runs.
+        torch64: torch's result in float64 on the same parameters and inputs.
+        scale: magnitude of the values; None takes the largest of `torch64`.
+    """
+    scale = finite_scale(torch64) if scale is None else scale
+    noise = min(largest_gap(torch32, torch64), scale if scale else np.inf)
+    return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Agreement of two float64 arrays once each is rounded to float32.
+
+    Attributes:
+        elements: how many were compared.
+        equal: how many are bit-equal.
+        ties: how many differ by rounding alone: the two float64 values are closer than the
+            bound, so the float32 rounding boundary between them is closer still.
+        unexplained: how many differ otherwise.
+        ratio: largest float64 difference over the bound.
+        bound: the largest difference that rounding explains.
+        zero: all values of both sides are below the bound: zero in exact arithmetic.
+    """
+
+    elements: int
+    equal: int
+    ties: int
+    unexplained: int
+    ratio: float
+    bound: float
+    zero: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.unexplained == 0 and self.ratio <= 1
+
+
+def identity(flax64: np.ndarray, torch64: np.ndarray, bound: float) -> tuple[Identity, np.ndarray]:
+    """Compare two float64 results as float32 numbers.
+
+    Args:
+        flax64: Flax's result, any shape.
+        torch64: torch's, same shape.
+        bound: the largest difference that rounding explains, from `semantics_bound`.
+
+    Returns:
+        The figures, and where the difference is unexplained.
+    """
+    gap = np.abs(flax64 - torch64, where=np.isfinite(flax64) & np.isfinite(torch64), out=np.zeros(flax64.shape))
+    special = same_specials(flax64, torch64)
+    magnitude = max(finite_scale(flax64), finite_scale(torch64))
+    if special.all() and np.isfinite(torch64).all() and 0 < magnitude <= bound:
+        return Identity(flax64.size, flax64.size, 0, 0, float(gap.max(initial=0) / bound), bound, zero=True), ~special
+    with np.errstate(over="ignore", under="ignore"):
+        equal = same_bits(flax64.astype(np.float32), torch64.astype(np.float32))
+    # Rounded apart, so a boundary of float32 lies between the two values; both are within
+    # `gap` of it. If that is no more than rounding explains, the element is a tie.
+    tie = ~equal & special & (gap <= bound)
+    unexplained = ~equal & ~tie
+    ratio = float(gap.max(initial=0.0) / bound) if bound else (0.0 if not gap.any() else np.inf)
+    if not special.all():
+        ratio = np.inf
+    return Identity(flax64.size, int(equal.sum()), int(tie.sum()), int(unexplained.sum()), ratio, bound), unexplained
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Flax's error in a deployed dtype against torch's own, both from the float64 oracle.
+
+    Attributes:
+        max_ratio: Flax's largest error over the allowed one.
+        rms_ratio: Flax's root mean square error over the allowed one.
+        max_error: Flax's largest error.
+        torch_error: the largest error of torch's ensemble.
+    """
+
+    max_ratio: float
+    rms_ratio: float
+    max_error: float
+    torch_error: float
+
+    @property
+    def passed(self) -> bool:
+        return self.max_ratio <= 1 and self.rms_ratio <= 1
+
+
+# (factor on the ensemble's largest error, floor in u * scale, the same two for the root mean square).
+# float32 from 2,016 clean trials; the half precisions calibrated with benchmarks/calibrate_native.py.
+PRECISION_RULE = {
+    "float64": (4.0, 1.0, 3.0, 0.25),
+    "float32": (4.0, 1.0, 3.0, 0.25),
+    "bfloat16": (4.0, 1.0, 3.0, 0.25),
+    "float16": (4.0, 1.0, 3.0, 0.25),
+}
+
+
+def precision(
+    flax: np.ndarray, ensemble: list[np.ndarray], oracle: np.ndarray, dtype: str, scale: float | None = None
+) -> Precision:
+    """Whether Flax is as precise as torch in a dtype.
+
+    `max err <= 4 max_ens + u scale` and `rms err <= 3 rms_ens + u scale / 4`, where `ens` is
+    torch run on inputs and weights jittered by at most half an ulp.
+
+    Args:
+        flax: Flax's result in the dtype.
+        ensemble: torch's results in the dtype, the unjittered run first.
+        oracle: torch's result in float64 on the same numbers.
+        dtype: in which both ran.
+        scale: magnitude of the values; None takes the largest of the oracle.
+    """
+    scale = finite_scale(oracle) if scale is None else scale
+    valid = np.isfinite(oracle)
+    for run in [flax, *ensemble]:
+        valid &= np.isfinite(wide(run))
+    if not valid.any():
+        return Precision(0.0, 0.0, 0.0, 0.0)
+    k_max, floor_max, k_rms, floor_rms = PRECISION_RULE[dtype]
+    errors = [wide(run)[valid] - oracle[valid] for run in ensemble]
+    mine = wide(flax)[valid] - oracle[valid]
+    worst = max(float(np.abs(e).max()) for e in errors)
+    # Denormals: XLA flushes them to zero on the CPU, torch keeps them.
+    tiny = float(ml_dtypes.finfo(numpy_float(dtype)).tiny)
+    allowed_max = k_max * worst + floor_max * UNIT[dtype] * scale + tiny
+    allowed_rms = k_rms * max(rms(e) for e in errors) + floor_rms * UNIT[dtype] * scale + tiny
+    return Precision(float(np.abs(mine).max()) / allowed_max, rms(mine) / allowed_rms, float(np.abs(mine).max()), worst)
+
+
+def rms(errors: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def numpy_float(dtype: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
+
+
+def jittered(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A float array with every value moved by at most half an ulp before it is rounded again."""
+    unit = UNIT[str(array.dtype)]
+    moved = wide(array) * (1 + unit * rng.uniform(-1, 1, array.shape))
+    return moved.astype(array.dtype)
+
+
+def smallest_atol(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The absolute tolerance at which the two would pass."""
+    return largest_gap(actual, expected)
+
+
+def significant_bits(array: np.ndarray) -> tuple[float, float]:
+    """The largest magnitude of a float64 array, and its quantum.
+
+    Returns:
+        The largest finite magnitude, and the largest power of two of which every finite value
+        is a multiple; (0, inf) if all are zero.
+    """
+    values = np.abs(array[np.isfinite(array)])
+    values = values[values != 0]
+    if not values.size:
+        return 0.0, float("inf")
+    mantissa, exponent = np.frexp(values)
+    digits = (mantissa * 2.0**53).astype(np.int64)
+    trailing = np.log2((digits & -digits).astype(np.float64))
+    return float(values.max()), float(2.0 ** float((exponent - 53 + trailing).min()))

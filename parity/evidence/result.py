@@ -1,0 +1,281 @@
+"""What a comparison returns: frozen values that can print themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from parity.errors import DivergenceError
+
+Status = Literal["passed", "failed", "not applicable", "not run"]
+
+LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
+# Levels of the ladder that this version does not climb.
+PROVES = {
+    "weights": "the parameters, ties and settings are the same",
+    "structure": "outputs have the same tree, shapes, dtypes, NaN and infinity positions; bad input is refused alike",
+    "wiring": "heads, axes, masks, transposes and order are right: bit-equal in float32 where every sum is exact",
+    "identical": "the functions are identical: computed in float64 and rounded once, bit-equal in float32",
+    "native": "no precision is lost in the deployed dtype, eager and compiled",
+    "gradients": "training starts the same: gradients of parameters and inputs agree",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or that a reader must know.
+
+    Attributes:
+        where: path of a leaf, an output or an input.
+        what: one sentence.
+        figures: the numbers behind it.
+    """
+
+    where: str
+    what: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """One level of the ladder.
+
+    Attributes:
+        level: its name.
+        status: a level that could not run is neither passed nor failed.
+        summary: the figures in a few words, or why it did not run.
+        figures: numbers by name.
+        findings: what failed, worst first.
+        notes: what a reader must know although the level passed.
+    """
+
+    level: str
+    status: Status
+    summary: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place at which two models part.
+
+    Attributes:
+        path: of the module, in torch's words; '' is the model itself.
+        call: which call of it, from 0.
+        output: path of the output in what the module returns.
+        last_agreement: the module that finished before it and agreed, None if there is none.
+        differing: how many values differ, and `elements`, of how many.
+        ratio: the largest difference over what rounding explains.
+        worst: index of the largest difference.
+        flax: the value there.
+        torch: the value there.
+        difference: between them.
+        reason: in words, where it is no matter of numbers: a shape, a missing output, NaN.
+        atol: the smallest absolute tolerance that would have passed.
+    """
+
+    path: str
+    call: int
+    output: str
+    last_agreement: str | None
+    differing: int = 0
+    elements: int = 0
+    ratio: float = 0.0
+    worst: tuple[int, ...] = ()
+    flax: float = 0.0
+    torch: float = 0.0
+    difference: float = 0.0
+    reason: str = ""
+    atol: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One module's output on both sides.
+
+    Attributes:
+        path: of the module, in torch's words.
+        call: which call of it, from 0.
+        agrees: whether every output does.
+        ratio: the largest difference over what rounding explains.
+        divergence: what differs, None if nothing does.
+        note: why it could not be compared, '' if it was.
+    """
+
+    path: str
+    call: int
+    agrees: bool
+    ratio: float = 0.0
+    divergence: Divergence | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Outputs of every module on both sides, in the order in which torch finished them.
+
+    Attributes:
+        steps: one for each call of each torch module.
+        unpaired: modules of one side without a counterpart that was called.
+    """
+
+    steps: tuple[Step, ...]
+    unpaired: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every module that could be paired agrees."""
+        return all(step.agrees for step in self.steps)
+
+    def first_divergence(self) -> Divergence | None:
+        """The first module whose output differs, with the last agreement before it; None if all agree."""
+        return next((step.divergence for step in self.steps if step.divergence), None)
+
+    def raise_for_divergence(self) -> None:
+        """Raise the first divergence, if there is one.
+
+        Raises:
+            DivergenceError: a module's output differs.
+        """
+        if not self.passed:
+            raise DivergenceError(str(self))
+
+    def __str__(self) -> str:
+        from parity.report.text import trace_text
+
+        return trace_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return as_data(self)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The ladder climbed for one pair of models.
+
+    Attributes:
+        levels: in the order of the ladder.
+        trace: where the models part; None if they do not, or if no trace could be made.
+        environment: versions, devices, and what was pinned while comparing.
+        seed: of probes, cotangents and jitter.
+        notes: what concerns all levels, such as inputs that cannot show a fault.
+    """
+
+    levels: tuple[LevelResult, ...]
+    trace: Trace | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every level passed or does not apply. A level that could not run does not count as passed."""
+        ran = [level for level in self.levels if level.status != "not applicable"]
+        return bool(ran) and all(level.passed for level in ran)
+
+    def level(self, name: str) -> LevelResult:
+        """One level by its name.
+
+        Raises:
+            KeyError: it was not asked for.
+        """
+        for result in self.levels:
+            if result.level == name:
+                return result
+        raise KeyError(f"level {name!r} was not asked for; this report has {', '.join(r.level for r in self.levels)}")
+
+    def raise_for_divergence(self) -> None:
+        """Raise the report, unless every level passed or does not apply.
+
+        Raises:
+            DivergenceError: a level failed or could not run.
+        """
+        if not self.passed:
+            raise DivergenceError(str(self))
+
+    def __str__(self) -> str:
+        from parity.report.text import report_text
+
+        return report_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return as_data(self)
+
+
+@dataclass(frozen=True)
+class ArrayDiff:
+    """Two arrays under one path.
+
+    Attributes:
+        path: in the tree; '' for a lone array.
+        agrees: whether they do.
+        reason: why not, in words; '' if they agree.
+        differing: how many values differ beyond the tolerance, and `elements`, of how many.
+        worst: index of the largest difference.
+        actual: the value there.
+        expected: the value there.
+        difference: the largest.
+        ulp: the largest distance in representable numbers among values near the scale; None for integers.
+        scaled: the largest difference over `u * max|expected|`.
+        atol: the smallest absolute tolerance that would have passed.
+    """
+
+    path: str
+    agrees: bool
+    reason: str = ""
+    differing: int = 0
+    elements: int = 0
+    worst: tuple[int, ...] = ()
+    actual: Any = None
+    expected: Any = None
+    difference: float = 0.0
+    ulp: int | None = None
+    scaled: float = 0.0
+    atol: float | None = None
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two arrays or trees of arrays, leaf by leaf.
+
+    Attributes:
+        leaves: in the order of `expected`.
+    """
+
+    leaves: tuple[ArrayDiff, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every leaf agrees."""
+        return all(leaf.agrees for leaf in self.leaves)
+
+    def raise_for_divergence(self) -> None:
+        """Raise what differs, if anything does.
+
+        Raises:
+            DivergenceError: a leaf differs.
+        """
+        if not self.passed:
+            raise DivergenceError(str(self))
+
+    def __str__(self) -> str:
+        from parity.report.text import diff_text
+
+        return diff_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return as_data(self)

@@ -1,0 +1,130 @@
+"""Outputs of every module on both sides, paired by path, and the first place where they part."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from parity.errors import first_line
+from parity.evidence.calls import Captured
+from parity.evidence.numerics import identity, largest_gap, same_specials, semantics_bound, wide
+from parity.evidence.result import Divergence, Step, Trace
+from parity.evidence.subject import Subject
+from parity.weights.paths import Rename
+
+
+def trace(
+    torch_model: Any,
+    flax_model: Any,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    ignore: Iterable[str] = (),
+    seed: int = 0,
+) -> Trace:
+    """Find the first module at which two models part, without touching their code.
+
+    Both run in float64 on the same numbers; a module agrees if its outputs differ by no more
+    than rounding explains, judged by torch's own float32 noise at that place.
+
+    Args:
+        torch_model: a `torch.nn.Module` in eval mode.
+        flax_model: an `nnx.Module` in eval mode.
+        args: positional arguments for both.
+        kwargs: keyword arguments for both.
+        rename: as in `parity.transfer`.
+        ignore: as in `parity.transfer`.
+        seed: unused by the trace itself; part of the report.
+
+    Returns:
+        One step for each call of each torch module, in the order in which torch finished them.
+
+    Raises:
+        InputError: a model or an argument cannot be compared as it stands.
+    """
+    subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
+    return trace_subject(subject, rename)
+
+
+def trace_subject(subject: Subject, rename: Mapping[str, str] | None = None) -> Trace:
+    """`trace` for models that are already checked."""
+    with subject.torch.pinned():
+        _, plain = subject.torch.capture(subject.torch_model, subject.call)
+        _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64")
+    try:
+        _, actual = subject.flax.capture(subject.flax_model, subject.call, dtype="float64")
+    except Exception as error:
+        what = f"Flax raises {type(error).__name__}: {first_line(error)}"
+        return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
+    return Trace(*paired(expected, plain, actual, Rename(rename)))
+
+
+def paired(
+    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename
+) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """Steps in torch's order, and what has no counterpart on the other side."""
+    noise = {(c.path, c.call): c for c in plain}
+    theirs = {(c.path, c.call): c for c in actual}
+    steps, last, unpaired = [], None, []
+    for mine in expected:
+        path = rename.apply(mine.path)[0]
+        other = theirs.pop((path, mine.call), None)
+        if other is None:
+            unpaired.append(f"{mine.path or 'the model'} (torch only)" + (f", call {mine.call + 1}" if mine.call else ""))
+            continue
+        step = compare_step(mine, noise[(mine.path, mine.call)], other, last)
+        steps.append(step)
+        if step.agrees:
+            last = mine.path
+    unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in theirs]
+    return tuple(steps), tuple(dict.fromkeys(unpaired))
+
+
+def compare_step(expected: Captured, plain: Captured, actual: Captured, last: str | None) -> Step:
+    """One module's outputs on both sides. A module that returns nothing comparable is said to be so."""
+    ratio = 0.0
+    for name in [*expected.outputs, *(n for n in actual.outputs if n not in expected.outputs)]:
+        found, measured = compare_output(name, expected, plain, actual, last)
+        ratio = max(ratio, measured)
+        if found:
+            return Step(expected.path, expected.call, False, ratio, found)
+    return Step(expected.path, expected.call, True, ratio)
+
+
+def compare_output(
+    name: str, expected: Captured, plain: Captured, actual: Captured, last: str | None
+) -> tuple[Divergence | None, float]:
+    def reason(text: str) -> tuple[Divergence, float]:
+        return Divergence(expected.path, expected.call, name, last, reason=text), float("inf")
+
+    if name not in actual.outputs or name not in expected.outputs:
+        side, other = ("torch", "flax") if name in expected.outputs else ("flax", "torch")
+        return reason(f"{side} returns {name or 'a single value'}, {other} does not")
+    mine, theirs = expected.outputs[name], actual.outputs[name]
+    if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
+        if isinstance(mine, np.ndarray) != isinstance(theirs, np.ndarray) or mine != theirs:
+            return reason(f"expected (torch) {summary(mine)}, actual (flax) {summary(theirs)}")
+        return None, 0.0
+    if mine.shape != theirs.shape:
+        return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
+    a, b = wide(theirs), wide(mine)
+    if not same_specials(a, b).all():
+        at = tuple(int(i) for i in np.argwhere(~same_specials(a, b))[0])
+        text = f"NaN or infinity on one side only, first at {at}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}"
+        return reason(text)
+    bound = semantics_bound(wide(plain.outputs[name]), b)
+    result, _ = identity(a, b, bound)
+    if result.zero or result.ratio <= 1:
+        return None, result.ratio
+    gap = np.nan_to_num(np.abs(a - b), nan=0.0)
+    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+    differing = int((gap > bound).sum())
+    found = Divergence(
+        *(expected.path, expected.call, name, last, differing, a.size, result.ratio),
+        *(at, float(a[at]), float(b[at]), float(gap[at]), "", largest_gap(a, b)),
+    )
+    return found, result.ratio
+
+
+def summary(value: Any) -> str:
+    return f"an array {value.shape}" if isinstance(value, np.ndarray) else repr(value)

@@ -1,0 +1,45 @@
+"""Nested arguments and results: tuples, lists and mappings, without either framework."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """Named parts of a container, None for anything else."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, tuple | list):
+        return [(f"[{index}]", part) for index, part in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", part) for key, part in tree.items()]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{f.name}", getattr(tree, f.name)) for f in fields(tree)]
+    return None
+
+
+def flatten(tree: Any, is_array: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, such as `[0]['logits']`; the path of a lone leaf is ''."""
+    parts = None if is_array(tree) else children(tree)
+    if parts is None:
+        yield path, tree
+        return
+    for name, part in parts:
+        yield from flatten(part, is_array, path + name)
+
+
+def mapped(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """A copy of nested tuples, lists and mappings, with every leaf changed.
+
+    Args:
+        change: gets a leaf's path and the leaf.
+        tree: anything; what is no tuple, list or mapping is a leaf.
+        path: of the tree itself.
+    """
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(change, getattr(tree, n), f"{path}.{n}") for n in tree._fields))
+    if isinstance(tree, tuple | list):
+        return type(tree)(mapped(change, part, f"{path}[{i}]") for i, part in enumerate(tree))
+    if isinstance(tree, Mapping):
+        return {key: mapped(change, part, f"{path}[{key!r}]") for key, part in tree.items()}
+    return change(path, tree)

@@ -1,0 +1,63 @@
+"""The only rooms that speak torch or jax. Each is imported at first use."""
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from parity.errors import InputError, MissingFrameworkError
+
+# The module that a room needs, and the extra that brings it.
+NEEDS = {"torch": ("torch", "torch"), "nnx": ("flax", "flax")}
+
+
+def load(room: str) -> ModuleType:
+    """Import a room of this package.
+
+    Args:
+        room: `torch` or `nnx`.
+
+    Raises:
+        MissingFrameworkError: its framework is not installed.
+    """
+    package, extra = NEEDS[room]
+    if importlib.util.find_spec(package) is None:
+        raise MissingFrameworkError(f"{package} is not installed; install it with: pip install 'torch-flax-parity[{extra}]'")
+    return importlib.import_module(f"parity.frameworks.{room}")
+
+
+def owner(value: Any) -> ModuleType | None:
+    """The room whose models or trees `value` is one of.
+
+    A framework that nobody has imported owns nothing, so it is not imported to find out.
+    """
+    for room, (package, _) in NEEDS.items():
+        if package in sys.modules and load(room).owns(value):
+            return load(room)
+    return None
+
+
+def owner_of(value: Any, role: str) -> ModuleType:
+    """`owner`, or an error that names what was given.
+
+    Raises:
+        InputError: no framework knows the value.
+    """
+    found = owner(value)
+    if found is None:
+        raise InputError(
+            f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, got {describe(value)}"
+        )
+    return found
+
+
+def describe(value: Any) -> str:
+    """A value in a few words, for an error."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__qualname__} itself; make an instance of it"
+    if isinstance(value, dict) and value:
+        key, entry = next(iter(value.items()))
+        return f"a {kind} with {key!r}: {type(entry).__module__}.{type(entry).__qualname__} first"
+    return f"{kind}" if value is not None else "None"

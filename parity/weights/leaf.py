@@ -1,0 +1,62 @@
+"""What every framework is reduced to: arrays under dotted paths, read when they are needed."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+@dataclass(frozen=True)
+class Shared:
+    """An array that speaks DLPack, and the permutation of its axes that the reader has to make."""
+
+    array: Any
+    axes: tuple[int, ...]
+
+
+Role = Literal["parameter", "buffer", "random state"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a model or tree, not yet read.
+
+    Attributes:
+        path: dotted path in the framework's own words, such as `model.layers.0.kernel`.
+        owner: dotted path of the layer that holds it, in torch's words: without the
+            `layers` of an `nnx.Sequential`. Empty at the root.
+        name: the array's name in its layer, such as `kernel`.
+        kinds: public names of the layer's classes along its MRO; empty in a tree of arrays.
+        shape: its shape.
+        dtype: its dtype's name, such as `bfloat16`.
+        role: random state has no counterpart elsewhere and never travels.
+        identity: equal for two leaves exactly if they are one array under two names.
+        read: the array as NumPy, not to be written into; it may share the model's memory.
+        share: the array with its axes permuted, sharing the model's memory.
+    """
+
+    path: str
+    owner: str
+    name: str
+    kinds: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    identity: Hashable
+    read: Callable[[], np.ndarray] = field(compare=False, repr=False)
+    share: Callable[[tuple[int, ...]], Shared] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model, for its settings.
+
+    Attributes:
+        path: dotted path in torch's words.
+        kinds: public names of its classes along the MRO.
+        settings: its attributes.
+    """
+
+    path: str
+    kinds: tuple[str, ...]
+    settings: Callable[[str], Any] = field(compare=False, repr=False)

@@ -1,0 +1,312 @@
+"""Which leaf belongs to which: every leaf on both sides accounted for, before anything is read."""
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+from parity.errors import TransferError, listed
+from parity.frameworks import owner_of
+from parity.weights.layouts import AS_IS, Layout
+from parity.weights.leaf import Leaf
+from parity.weights.paths import Rename, join, natural, nearest, split
+from parity.weights.rules import TORCH_NAMES, Rule, disagreements, layout_by_name, leaf_rule, rule_for
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One leaf of the source and its counterpart in the target.
+
+    Attributes:
+        source: the source's leaf.
+        target: the target's leaf.
+        layout: from the source's layout to the target's.
+        decided_by: a rule of the ledger, or the names alone.
+    """
+
+    source: Leaf
+    target: Leaf
+    layout: Layout
+    decided_by: Literal["rule", "name"]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """All pairs of two models or trees, and all that stands in the way.
+
+    Attributes:
+        pairs: in the source's order.
+        problems: leaves without counterpart, shapes that do not fit; one sentence each.
+        ignored: paths left out because the caller said so.
+        random: paths of random state, which never travels.
+        ties: groups of names that are one array in the source.
+        lost_ties: names that are one array on one side and several on the other; one sentence each.
+        settings: settings that do not agree; one sentence each.
+    """
+
+    source: ModuleType
+    target: ModuleType
+    pairs: tuple[Pair, ...]
+    problems: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    lost_ties: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def check(self, what: str) -> None:
+        """Raise one error for all problems.
+
+        Raises:
+            TransferError: there are any.
+        """
+        if self.problems:
+            raise TransferError(listed(f"{what}; nothing was written", self.problems), self.problems)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A leaf under the names by which its counterpart may look for it."""
+
+    leaf: Leaf
+    rule: Rule | None
+    keys: tuple[str, ...] = field(default=())
+
+
+def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] = ()) -> Pairing:
+    """Pair the leaves of two models or trees of either framework.
+
+    Args:
+        source: a model or tree.
+        target: a model or tree.
+        rename: names on the torch side to names on the Flax side; either direction of travel.
+            Between two of one framework, names of the source to names of the target.
+        ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
+
+    Raises:
+        InputError: source or target is nothing that has leaves.
+        TransferError: a pattern of `ignore` or a key of `rename` fits no leaf.
+    """
+    rooms = owner_of(source, "source"), owner_of(target, "target")
+    sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
+    targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
+    sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
+    renames, used = directed(Rename(rename), sides, sources), set[str]()
+    problems = unused_patterns(ignore, ignored_source + ignored_target)
+    index = indexed(targets, sides[1])
+    pairs, taken = [], {}
+    for leaf in sources:
+        found = None
+        for name in names_in(leaf, sides[0], sides[1]):
+            new, key = renames.apply(name)
+            used |= {key} if key is not None else set()
+            found = index.get(new)
+            if found:
+                break
+        if found is None or len(found) > 1:
+            problems.append(unexpected(leaf, renames, targets, found, sides))
+            continue
+        if found[0].path in taken:
+            problems.append(f"{leaf.path} and {taken[found[0].path].path} both lead to {found[0].path}; rename one of them")
+            continue
+        taken[found[0].path] = leaf
+        made = make_pair(leaf, found[0], sides)
+        problems += [made] if isinstance(made, str) else []
+        pairs += [made] if isinstance(made, Pair) else []
+    follow_ties(pairs, targets, taken)
+    for leaf in targets:
+        if leaf.path not in taken:
+            problems.append(missing(leaf, sources, taken, sides))
+    problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
+    kept, lost = ties(pairs, sides)
+    problems += conflicting_ties(pairs)
+    return Pairing(
+        rooms[0],
+        rooms[1],
+        tuple(pairs),
+        tuple(problems),
+        tuple(ignored_source + ignored_target),
+        tuple(random_source + random_target),
+        kept,
+        lost,
+        tuple(settings(rooms, source, target, renames, sides)),
+    )
+
+
+def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
+    """The leaves that travel, and the paths of random state and of what the caller ignores."""
+    random = [leaf.path for leaf in leaves if leaf.role == "random state"]
+    ignored = [leaf.path for leaf in leaves if any(fnmatch.fnmatchcase(leaf.path, pattern) for pattern in ignore)]
+    gone = set(random) | set(ignored)
+    return [leaf for leaf in leaves if leaf.path not in gone], random, ignored
+
+
+def unused_patterns(ignore: Iterable[str], ignored: list[str]) -> list[str]:
+    return [
+        f"ignore pattern {pattern!r} fits no leaf of either side"
+        for pattern in ignore
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in ignored)
+    ]
+
+
+def directed(rename: Rename, sides: tuple[str, ...], sources: list[Leaf]) -> Rename:
+    """The rename from source names to target names: of the two directions the one whose keys fit the source."""
+    given, turned = rename, rename.inverse()
+
+    def fitting(one: Rename) -> int:
+        names = [name for leaf in sources for name in names_in(leaf, *sides)]
+        return len({one.apply(name)[1] for name in names} - {None})
+
+    first, second = (turned, given) if sides == ("flax", "torch") else (given, turned)
+    return first if fitting(first) >= fitting(second) else second
+
+
+def torch_name(leaf: Leaf, side: str) -> str:
+    """What torch calls the array of a leaf."""
+    if side == "torch":
+        return leaf.name
+    known = leaf_rule(rule_for(leaf.kinds), leaf.name, "flax")
+    if known:
+        return known.torch
+    return TORCH_NAMES.get(leaf.name, leaf.name) if not leaf.kinds else leaf.name
+
+
+def owners(leaf: Leaf) -> list[str]:
+    """The paths under which a leaf's layer may be known: torch's words, its own words, `layers` left out."""
+    own = split(leaf.path)[0]
+    found = [leaf.owner, own]
+    if not leaf.kinds:
+        # In a tree nothing tells an nnx.Sequential from a list that is called layers.
+        parts = own.split(".")
+        numbered = [i for i, part in enumerate(parts[:-1]) if part == "layers" and parts[i + 1].isdigit()]
+        found.append(".".join(part for i, part in enumerate(parts) if i not in numbered))
+    return list(dict.fromkeys(found))
+
+
+def indexed(leaves: list[Leaf], side: str) -> dict[str, list[Leaf]]:
+    """Leaves by every name that may be used for them; an exact name beats a derived one."""
+    exact: dict[str, list[Leaf]] = {leaf.path: [leaf] for leaf in leaves}
+    derived: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        for owner in owners(leaf):
+            for name in dict.fromkeys((torch_name(leaf, side), leaf.name)):
+                path = join(owner, name)
+                if path not in exact and leaf not in derived.setdefault(path, []):
+                    derived[path].append(leaf)
+    return derived | exact
+
+
+def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
+    """The names by which a source leaf looks for its counterpart, likeliest first."""
+    names = [join(owner, torch_name(leaf, side)) for owner in owners(leaf)]
+    return list(dict.fromkeys([leaf.path, *names] if side == other else [*names, leaf.path]))
+
+
+def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
+    """The pair with its layout, or why the two do not fit."""
+    if sides[0] == sides[1]:
+        if source.shape != target.shape:
+            return f"{source.path} has shape {source.shape}, {target.path} has {target.shape}"
+        return Pair(source, target, AS_IS, "name")
+    torch_leaf, flax_leaf = (source, target) if sides[0] == "torch" else (target, source)
+    rules = [rule for rule in (rule_for(torch_leaf.kinds), rule_for(flax_leaf.kinds)) if rule]
+    if len(rules) == 2 and rules[0] is not rules[1]:
+        return (
+            f"{torch_leaf.path} belongs to a {rules[0].torch} and {flax_leaf.path} to a {rules[1].flax}; "
+            f"the counterpart of {rules[0].torch} is {rules[0].flax}"
+        )
+    entry = leaf_rule(rules[0], torch_leaf.name, "torch") if rules else None
+    layout = entry.layout if entry else AS_IS
+    if not rules and not torch_leaf.kinds or not rules and not flax_leaf.kinds:
+        layout = layout_by_name(flax_leaf.name, len(flax_leaf.shape))
+    if not layout.fits(len(torch_leaf.shape)) or layout.shape(torch_leaf.shape) != flax_leaf.shape:
+        wanted = layout.shape(torch_leaf.shape) if layout.fits(len(torch_leaf.shape)) else f"{len(layout.axes or ())} axes"
+        hint = ""
+        if torch_leaf.shape == flax_leaf.shape and layout.axes:
+            hint = f"; Flax stores it {layout.name}"
+        elif layout is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
+            hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
+        return (
+            f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {wanted}, "
+            f"but it has {flax_leaf.shape}{hint}"
+        )
+    travelled = layout if sides[0] == "torch" else layout.inverse()
+    return Pair(source, target, travelled, "rule" if entry else "name")
+
+
+def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) -> None:
+    """Count further names of a target array that is already filled as filled."""
+    filled = {p.target.identity: p.source for p in pairs}
+    for leaf in targets:
+        if leaf.path not in taken and leaf.identity in filled:
+            taken[leaf.path] = filled[leaf.identity]
+
+
+def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: tuple[str, ...]) -> str:
+    if found:
+        names = ", ".join(other.path for other in found)
+        return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
+    looked_for = renames.apply(names_in(leaf, sides[0], sides[1])[0])[0]
+    known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
+    near = nearest(looked_for, known)
+    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
+
+
+def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: tuple[str, ...]) -> str:
+    used = {source.path for source in taken.values()}
+    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
+    near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
+    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
+
+
+def suggestion(near: list[str], known: dict[str, str]) -> str:
+    return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
+
+
+def ties(pairs: list[Pair], sides: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The groups of source names that are one array, and the ties that only one side has."""
+    lost = []
+    groups = {}
+    for mine, theirs, where in (("source", "target", sides[1]), ("target", "source", sides[0])):
+        by_identity: dict[Any, list[Pair]] = {}
+        for p in pairs:
+            by_identity.setdefault(getattr(p, mine).identity, []).append(p)
+        tied = [group for group in by_identity.values() if len(group) > 1]
+        groups[mine] = tuple(tuple(getattr(p, mine).path for p in group) for group in tied)
+        for group in tied:
+            if len({getattr(p, theirs).identity for p in group}) > 1:
+                names = " and ".join(sorted((getattr(p, mine).path for p in group), key=natural))
+                others = " and ".join(sorted((getattr(p, theirs).path for p in group), key=natural))
+                where_ = "Flax" if where == "flax" else "torch"
+                lost.append(
+                    f"{names} are one array, but {others} are separate in {where_}: outputs agree, "
+                    "training does not; share one parameter there"
+                )
+    return groups["source"], tuple(lost)
+
+
+def conflicting_ties(pairs: list[Pair]) -> list[str]:
+    """Targets that are one array although their sources are several."""
+    by_target: dict[Any, list[Pair]] = {}
+    for p in pairs:
+        by_target.setdefault(p.target.identity, []).append(p)
+    return [
+        f"{' and '.join(p.source.path for p in group)} are separate arrays in the source, "
+        f"but {' and '.join(p.target.path for p in group)} are one array in the target"
+        for group in by_target.values()
+        if len({p.source.identity for p in group}) > 1
+    ]
+
+
+def settings(rooms: tuple[ModuleType, ModuleType], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]) -> list[str]:
+    """Disagreements of all layers that both sides have under one path."""
+    if sides[0] == sides[1]:
+        return []
+    other = {layer.path: layer for layer in rooms[1].layers(target)}
+    found = []
+    for layer in rooms[0].layers(source):
+        twin = other.get(renames.apply(layer.path)[0]) or other.get(layer.path)
+        if twin:
+            found += disagreements(layer, twin) if sides[0] == "torch" else disagreements(twin, layer)
+    return found

@@ -1,0 +1,95 @@
+"""Dotted paths: their natural order, near misses, and renames."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from parity.errors import InputError
+
+
+def join(*parts: str) -> str:
+    """Join dotted paths, leaving out empty ones."""
+    return ".".join(part for part in parts if part)
+
+
+def split(path: str) -> tuple[str, str]:
+    """The owner's path and the last name."""
+    owner, _, name = path.rpartition(".")
+    return owner, name
+
+
+def natural(path: str) -> list[tuple[int, int, str]]:
+    """Sort key by which `layers.10` stands behind `layers.2`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)|[.]", path) if part]
+
+
+def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """The candidates most like a path, best first; none if nothing is alike.
+
+    A shared last name and shared parts weigh more than shared letters: `encoder.q.weight`
+    is nearer to `q.weight` than to `encoder.k.weights`.
+    """
+    parts = path.split(".")
+
+    def likeness(candidate: str) -> float:
+        letters = difflib.SequenceMatcher(None, path, candidate).ratio()
+        names = difflib.SequenceMatcher(None, parts, candidate.split(".")).ratio()
+        return letters + names
+
+    ranked = sorted(candidates, key=likeness, reverse=True)
+    return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15]
+
+
+class Rename:
+    """A mapping from names on the torch side to names on the Flax side, usable in both directions.
+
+    A key may be the path of a leaf or of a module with all that lies below it. `{i}` stands
+    for one number and `{name}` for one part of a path; what a hole took on one side fills
+    the same hole on the other. Patterns are anchored: they begin at the root. The longest
+    pattern that fits wins.
+
+    Raises:
+        InputError: the holes of a key and of its value differ, or two keys have one value.
+    """
+
+    def __init__(self, mapping: Mapping[str, str] | None):
+        self.mapping = dict(mapping or {})
+        problems = []
+        for key, value in self.mapping.items():
+            if sorted(holes(key)) != sorted(holes(value)) or len(set(holes(key))) != len(holes(key)):
+                problems.append(f"{key!r} -> {value!r}: both sides need the same holes, each once")
+        if len(set(self.mapping.values())) < len(self.mapping):
+            twice = sorted({v for v in self.mapping.values() if list(self.mapping.values()).count(v) > 1})
+            problems.append(f"several names lead to {', '.join(map(repr, twice))}; a rename must be invertible")
+        if problems:
+            raise InputError("rename: " + "; ".join(problems))
+        ordered = sorted(self.mapping.items(), key=lambda item: len(item[0]), reverse=True)
+        self._patterns = [(key, compiled(key), value) for key, value in ordered]
+
+    def inverse(self) -> "Rename":
+        return Rename({value: key for key, value in self.mapping.items()})
+
+    def apply(self, path: str) -> tuple[str, str | None]:
+        """The new path, and the key that made it, None if nothing fits."""
+        for key, pattern, value in self._patterns:
+            match = pattern.match(path)
+            if match:
+                filled = re.sub(r"\{(\w+)\}", lambda hole: match.group(hole.group(1)), value)  # noqa: B023
+                return join(filled, path[match.end() :].lstrip(".")), key
+        return path, None
+
+
+def holes(pattern: str) -> list[str]:
+    return re.findall(r"\{(\w+)\}", pattern)
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    body = ""
+    for part in re.split(r"(\{\w+\})", pattern):
+        if part.startswith("{") and part.endswith("}"):
+            name = part[1:-1]
+            body += rf"(?P<{name}>\d+)" if len(name) == 1 else rf"(?P<{name}>[^.]+)"
+        else:
+            body += re.escape(part)
+    # Up to the end of a path or of one of its parts.
+    return re.compile(rf"{body}(?=\.|$)" if pattern else r"(?=.)")
