@@ -71,7 +71,7 @@ def make_environment() -> None:
 def install(extras: str) -> None:
     """Install the project with `extras`, every version from constraints.txt."""
     UNFINISHED.touch()
-    say(f"installing the project with extras [{extras}], versions from constraints.txt (about a minute)")
+    say(f"installing the project with extras [{extras}], versions from constraints.txt (the first time about a minute)")
     status = pip("install", "-q", "-c", str(PINS), *BUILD_TOOLS)
     status = status or pip("install", "-q", "-c", str(PINS), "--no-build-isolation", "-e", f".[{extras}]")
     if status:
