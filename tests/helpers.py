@@ -200,8 +200,9 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, units: float, scale: 
     if not good.any():
         return
     scale = np.abs(e[good]).max() if scale is None else scale
-    ratio = np.abs(a - e)[good].max() / (u * scale or 1.0)
-    assert ratio <= units, f"{what}: off by {ratio:.3g} u·scale, allowed {units:g}"
+    difference = np.abs(a - e)[good].max()
+    # Multiplied, not divided: where everything expected is 0 only 0 will do.
+    assert difference <= units * u * scale, f"{what}: off by {difference:.3g} at scale {scale:.3g}, allowed {units:g} u·scale"
 
 
 # ---------------------------------------------------------------- jax
