@@ -66,11 +66,25 @@ def compare(
 
 
 def climb(
-    subject: Subject, levels: tuple[str, ...], modes: tuple[str, ...], rename: Mapping[str, str] | None = None, strict: bool = False
+    subject: Subject,
+    levels: tuple[str, ...],
+    modes: tuple[str, ...],
+    rename: Mapping[str, str] | None = None,
+    strict: bool = False,
+    spoil: bool = True,
 ) -> Report:
-    """`compare` for models that are already checked."""
+    """`compare` for models that are already checked.
+
+    Args:
+        subject: the pair and its call.
+        levels: in the ladder's order.
+        modes: as in `compare`.
+        rename: as in `compare`.
+        strict: as in `compare`.
+        spoil: whether inputs that do not fit are tried too.
+    """
     refused = refusals(subject) if set(levels) - {"weights"} else None
-    options: dict[str, dict[str, Any]] = {"structure": {"strict": strict}, "native": {"modes": modes}}
+    options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
     results: list[LevelResult] = []
     for level in levels:
         if refused and level != "weights":

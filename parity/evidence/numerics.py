@@ -1,5 +1,6 @@
 """How far apart two arrays are, and how far apart rounding alone can bring them. NumPy only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -101,20 +102,26 @@ def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return (np.isnan(a) == np.isnan(b)) & ((np.isinf(a) == np.isinf(b)) & (~np.isinf(a) | (a == b)))
 
 
-def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None) -> float:
+def semantics_bound(
+    torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None, jittered64: Sequence[np.ndarray] = ()
+) -> float:
     """The largest difference between two float64 runs that rounding explains.
 
     `64 (2^-29 max|t32 - t64| + 2^-53 scale)`: torch's own float32 noise, scaled down to
-    float64, and the rounding of the result itself.
+    float64, and the rounding of the result itself. Where values cancel (the gradient through
+    a saturated softmax) float32 loses them whole and its noise says nothing; there torch's
+    float64 noise, measured on jittered numbers, is added.
 
     Args:
         torch32: torch's result in float32, or any narrower dtype in which it runs.
         torch64: torch's result in float64 on the same parameters and inputs.
         scale: magnitude of the values; None takes the largest of `torch64`.
+        jittered64: torch's results in float64 on numbers moved by at most half a float64 ulp.
     """
     scale = finite_scale(torch64) if scale is None else scale
     noise = min(largest_gap(torch32, torch64), scale if scale else np.inf)
-    return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale)
+    own = max((largest_gap(run, torch64) for run in jittered64), default=0.0)
+    return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + own)
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,10 @@ class Identity:
     Attributes:
         elements: how many were compared.
         equal: how many are bit-equal.
-        ties: how many differ by rounding alone: the two float64 values are closer than the
-            bound, so the float32 rounding boundary between them is closer still.
+        ties: how many differ by one float32 ulp because a rounding boundary lies between two
+            float64 values that are closer than the bound.
+        cancelled: how many differ by more ulp, but in float64 by less than the bound: so little
+            is left of them after cancellation that float64 itself does not know their digits.
         unexplained: how many differ otherwise.
         ratio: largest float64 difference over the bound.
         bound: the largest difference that rounding explains.
@@ -135,6 +144,7 @@ class Identity:
     elements: int
     equal: int
     ties: int
+    cancelled: int
     unexplained: int
     ratio: float
     bound: float
@@ -160,17 +170,21 @@ def identity(flax64: np.ndarray, torch64: np.ndarray, bound: float) -> tuple[Ide
     special = same_specials(flax64, torch64)
     magnitude = max(finite_scale(flax64), finite_scale(torch64))
     if special.all() and np.isfinite(torch64).all() and 0 < magnitude <= bound:
-        return Identity(flax64.size, flax64.size, 0, 0, float(gap.max(initial=0) / bound), bound, zero=True), ~special
+        return Identity(flax64.size, flax64.size, 0, 0, 0, float(gap.max(initial=0) / bound), bound, zero=True), ~special
     with np.errstate(over="ignore", under="ignore"):
-        equal = same_bits(flax64.astype(np.float32), torch64.astype(np.float32))
+        flax32, torch32 = flax64.astype(np.float32), torch64.astype(np.float32)
+    equal = same_bits(flax32, torch32)
     # Rounded apart, so a boundary of float32 lies between the two values; both are within
-    # `gap` of it. If that is no more than rounding explains, the element is a tie.
-    tie = ~equal & special & (gap <= bound)
-    unexplained = ~equal & ~tie
+    # `gap` of it. If that is no more than rounding explains, the difference proves nothing.
+    excused = ~equal & special & (gap <= bound)
+    near = np.zeros(equal.shape, bool)
+    near[excused] = ulp_distance(flax32[excused], torch32[excused]) <= 1
+    unexplained = ~equal & ~excused
     ratio = float(gap.max(initial=0.0) / bound) if bound else (0.0 if not gap.any() else np.inf)
     if not special.all():
         ratio = np.inf
-    return Identity(flax64.size, int(equal.sum()), int(tie.sum()), int(unexplained.sum()), ratio, bound), unexplained
+    counts = (int(equal.sum()), int(near.sum()), int((excused & ~near).sum()), int(unexplained.sum()))
+    return Identity(flax64.size, *counts, ratio, bound), unexplained
 
 
 @dataclass(frozen=True)

@@ -151,21 +151,38 @@ class Subject:
     @cached_property
     def ensemble(self) -> list[Evaluation]:
         """Torch as the user runs it, on the plain numbers and on jittered ones."""
-        runs = [self.torch_native]
-        state = {leaf.path: leaf for leaf in self.torch.leaves(self.torch_model)}
-        for number in range(JITTERED_RUNS):
-            rng = np.random.default_rng([self.seed, 4, number])
-            made: dict[object, np.ndarray] = {}
-            weights = {}
-            for path, leaf in state.items():
-                if leaf.dtype in UNIT:
-                    if leaf.identity not in made:
-                        made[leaf.identity] = jittered(leaf.read(), rng)
-                    weights[path] = made[leaf.identity]
-            call = changed(self.call, lambda _, array, rng=rng: jittered(array, rng))
-            with self.torch.pinned():
-                runs.append(self.torch.evaluate(self.torch_model, call, weights=weights, cotangents=self.cotangents))
-        return runs
+        return [self.torch_native, *(self.torch_jittered(number, None) for number in range(JITTERED_RUNS))]
+
+    @cached_property
+    def shaken(self) -> list[Evaluation]:
+        """Torch as the user runs it, with every intermediate result moved by at most half an ulp."""
+        return [self.torch_jittered(number, None, shake=True) for number in range(JITTERED_RUNS)]
+
+    @cached_property
+    def shaken_wide(self) -> list[Evaluation]:
+        """The same in float64: how well float64 knows the result."""
+        return [self.torch_jittered(number, "float64", shake=True) for number in range(JITTERED_RUNS)]
+
+    def torch_jittered(self, number: int, dtype: str | None, *, shake: bool = False) -> Evaluation:
+        """Torch on parameters and inputs that are moved by at most half an ulp of the dtype; results too if asked."""
+        rng = np.random.default_rng([self.seed, 4, number])
+
+        def move(array: np.ndarray) -> np.ndarray:
+            return jittered(array if dtype is None else array.astype(dtype), rng)
+
+        made: dict[object, np.ndarray] = {}
+        weights = {}
+        for leaf in self.torch.leaves(self.torch_model):
+            if leaf.dtype in UNIT:
+                if leaf.identity not in made:
+                    made[leaf.identity] = move(leaf.read())
+                weights[leaf.path] = made[leaf.identity]
+        call = changed(self.call, lambda _, array: move(array))
+        watch = (lambda names: self.torch.Shaken(UNIT, self.seed * 101 + number)) if shake else None
+        with self.torch.pinned():
+            return self.torch.evaluate(
+                self.torch_model, call, dtype=dtype, weights=weights, cotangents=self.cotangents, watch=watch
+            )
 
     @cached_property
     def kinks(self) -> int:

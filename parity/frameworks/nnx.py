@@ -169,6 +169,7 @@ def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[A
     if is_model(value):
         for path, array in new.items():
             variables[path].set_value(array)
+        seed_abstract(variables)
         return value, done
     flat = {}
     for path, leaf in nnx.to_flat_state(value):
@@ -176,6 +177,16 @@ def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[A
         kept = leaf if array is None else leaf.replace(array) if isinstance(leaf, nnx.Variable) else array
         flat[path] = kept
     return nnx.from_flat_state(flat), done
+
+
+def seed_abstract(variables: Mapping[str, Any]) -> None:
+    """Give random state without values, as `nnx.eval_shape` leaves it, keys of seed 0: no source has any."""
+    for variable in variables.values():
+        state = content(variable)
+        if isinstance(variable, nnx.RngState) and isinstance(state, jax.ShapeDtypeStruct):
+            key = isinstance(variable, nnx.RngKey)
+            seeded = jax.random.key(0) if not state.shape else jax.random.split(jax.random.key(0), state.shape)
+            variable.set_value(seeded if key else jnp.zeros(state.shape, state.dtype))
 
 
 def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -278,8 +289,14 @@ def pinned(double: bool = False) -> Iterator[dict[str, str]]:
         What was pinned, for the report.
     """
     double = double or bool(jax.config.jax_enable_x64)
-    with jax.default_matmul_precision("highest"), jax.enable_x64(double), jax.debug_nans(False):
-        yield {"jax matmul precision": "highest", "jax 64-bit types": "on in float64 runs only"}
+    filtering = jax.config.jax_traceback_filtering
+    # Errors of the user's model are caught and told in one line; filtering their tracebacks costs 8 ms each.
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with jax.default_matmul_precision("highest"), jax.enable_x64(double), jax.debug_nans(False):
+            yield {"jax matmul precision": "highest", "jax 64-bit types": "on in float64 runs only"}
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
 
 
 def evaluate(
@@ -462,7 +479,7 @@ def apply(graphdef: Any, parameters: Any, rest: Any, skeleton: Frozen, arrays: M
 
 @functools.lru_cache(maxsize=1024)
 def compile_body(body: Callable[..., Any], quick: bool) -> Callable[..., Any]:
-    options = QUICK.get(jax.default_backend()) if quick else None
+    options = QUICK.get(platform()) if quick else None
     return jax.jit(body, compiler_options=options)
 
 
@@ -490,7 +507,7 @@ def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evalua
                     arrays.append(value if is_array(value) else None)
             return dict(flatten(output, is_array)), arrays
 
-        quick = jax.jit(body, compiler_options=QUICK.get(jax.default_backend()))
+        quick = jax.jit(body, compiler_options=QUICK.get(platform()))
         run = quick if can_jit(body, parameters, rest, arguments) else body
         outputs, arrays = run(parameters, rest, arguments.values, arguments.others)
         captured: dict[tuple[str, int], dict[str, Any]] = {}
@@ -568,6 +585,18 @@ def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tupl
         except Exception as error:
             return f"{type(error).__name__}: {first_line(error)}"
         return tuple(tuple(leaf.shape) for leaf in outputs.values())
+
+
+def platform() -> str:
+    device = jax.config.jax_default_device
+    return device.platform if isinstance(device, jax.Device) else jax.default_backend()
+
+
+@contextlib.contextmanager
+def on_device(name: str) -> Iterator[None]:
+    """Put new arrays on the CPU or the GPU."""
+    with jax.default_device(jax.devices(name)[0]):
+        yield
 
 
 def environment() -> dict[str, str]:

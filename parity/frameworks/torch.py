@@ -260,7 +260,7 @@ def evaluate(
         weights: arrays to use in place of parameters and buffers, by path.
         cotangents: by output path; if given, gradients are computed.
         watch: makes a dispatch mode, from the names of parameters and inputs by `id`, that sees
-            every operation of the forward pass.
+            every operation, forward and backward.
         meta: compute shapes and dtypes only; the outputs are `Abstract`.
 
     Returns:
@@ -303,8 +303,8 @@ def evaluate(
     watched = watch(names) if watch else contextlib.nullcontext()
     with torch.enable_grad() if wants_gradients else torch.no_grad(), watched:
         output = torch.func.functional_call(model, replaced, args, kwargs, tie_weights=False)
-    outputs = dict(flatten(output, is_array))
-    gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
+        outputs = dict(flatten(output, is_array))
+        gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
     if meta:
         return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
     return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients)
@@ -390,6 +390,45 @@ class Kinks(TorchDispatchMode):
             # An exact zero on both sides is no question of rounding: dead units feed no gradient.
             self.near += sum(int((((x - b).abs() <= margin) & (x != b)).sum()) for b in bounds)
         return func(*args, **(kwargs or {}))
+
+
+class Shaken(TorchDispatchMode):
+    """Move every computed value, forward and backward, by at most half an ulp of its dtype.
+
+    Two correct implementations differ in how intermediate results are rounded; this shows how
+    much such roundings matter at the end, also where a plain run cancels them exactly.
+
+    Source:
+        Parker 1997, "Monte Carlo arithmetic".
+    """
+
+    # Their results are copies of what they were given: nobody rounds there.
+    COPIES = ("clone", "copy", "_to_copy", "where", "masked_fill", "relu", "cat", "stack", "index", "index_select", "gather")
+    COPIES += ("embedding", "constant_pad_nd", "flip", "threshold_backward", "zeros", "zeros_like", "full", "full_like", "ones")
+    COPIES += ("ones_like", "new_zeros", "empty", "empty_like", "scalar_tensor", "lift_fresh", "repeat", "arange", "neg", "abs")
+
+    def __init__(self, units: Mapping[str, float], seed: int):
+        super().__init__()
+        self.units = units
+        self.seed, self.drawn = seed, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = any(r.alias_info is not None for r in func._schema.returns)
+        if views or func.overloadpacket.__name__ in self.COPIES:
+            return result
+        if isinstance(result, tuple):
+            return tuple(self.moved(r) for r in result)
+        return self.moved(result)
+
+    def moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or dtype_name(value) not in self.units:
+            return value
+        self.drawn += 1
+        generator = torch.Generator(device=value.device).manual_seed(self.seed * 1_000_003 + self.drawn)
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device) * 2 - 1
+        wide = value.double() * (1 + self.units[dtype_name(value)] * noise)
+        return wide.to(value.dtype)
 
 
 def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:

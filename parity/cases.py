@@ -1,0 +1,211 @@
+"""The case table of the built-in suite, and the numbers that each case is fed. No framework here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison of a module of `torch_impl` with its namesake of `jax_impl`.
+
+    Attributes:
+        module: class name.
+        sizes: constructor arguments.
+        lengths: batch n, queries lq, keys lk.
+        mask: shape of the mask in the letters n, h, q, k and 1, such as `n11k`; '' for none.
+        mask_dtype: `bool`, `int32`, `int64`, `uint8`, `float32` or `denormal` (float32 whose ones are 1e-40).
+        pattern: what the mask hides.
+        style: of the inputs.
+        dtype: of parameters and inputs.
+        modes: how Flax runs at the level `native`.
+        seed: of parameters, inputs and mask.
+        refused: both sides must refuse the inputs.
+        weights: name of a set of trained parameters; '' draws them.
+        device: `cpu` or `gpu`.
+    """
+
+    module: str
+    sizes: Mapping[str, Any]
+    lengths: tuple[int, int, int] = (2, 5, 7)
+    mask: str = ""
+    mask_dtype: str = "bool"
+    pattern: str = "random"
+    style: str = "normal"
+    dtype: str = "float32"
+    modes: tuple[str, ...] = ("compiled",)
+    seed: int = 0
+    refused: bool = False
+    weights: str = ""
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """Everything that tells this case from the others."""
+        sizes = ",".join(f"{key}={value}" for key, value in self.sizes.items())
+        parts = [f"{self.module}({sizes})", "n{} lq{} lk{}".format(*self.lengths)]
+        if self.mask:
+            parts.append(f"mask {self.mask} {self.mask_dtype} {self.pattern}")
+        parts += [self.style, self.dtype, "+".join(self.modes), f"seed {self.seed}"]
+        return ", ".join(parts + [self.weights] * bool(self.weights))
+
+    @property
+    def group(self) -> str:
+        """The row of the table that this case counts in."""
+        return f"{self.module}, real" if self.weights else self.module
+
+    @property
+    def heads(self) -> int:
+        return self.sizes.get("n_heads", self.sizes.get("heads", 8 if self.module == "MultiHeadAttention" else 3))
+
+
+STYLES = ("normal", "low variance", "shifted", "large", "small", "two scales")
+PATTERNS = ("random", "causal", "padding", "hidden rows", "nothing hidden")
+
+MHA, FFN = "MultiHeadAttention", "FeedForwardNetwork"
+MHSA, SA, SDPA = "Multi_Head_Self_Attention", "SelfAttention", "ScaledDotProductAttention"
+
+# One row for each compiled program: sizes all different, then square with n == lq, one head, one token.
+PROGRAMS: tuple[Case, ...] = (
+    Case(MHA, dict(d_model=24, n_heads=3, d_q=8, d_k=8, d_v=8)),
+    Case(MHA, dict(d_model=24, n_heads=3, d_q=8, d_k=8, d_v=5, bias=True)),
+    Case(MHA, dict(d_model=12, n_heads=1, d_q=6, d_k=6, d_v=6, output_bias=True)),
+    Case(MHA, dict(d_model=16, n_heads=4, d_q=4, d_k=4, d_v=4, bias=True), (4, 4, 4)),
+    Case(MHA, dict(d_model=24, n_heads=3, d_q=8, d_k=8, d_v=8, bias=True), (2, 1, 1)),
+    Case(MHSA, dict(embed_size=24, heads=3)),
+    Case(MHSA, dict(embed_size=16, heads=4), (4, 4, 4)),
+    Case(MHSA, dict(embed_size=12, heads=1)),
+    Case(MHSA, dict(embed_size=24, heads=3), (2, 1, 1)),
+    Case(SA, dict(embed_size=24, heads=3)),
+    Case(SA, dict(embed_size=16, heads=4), (4, 4, 4)),
+    Case(SA, dict(embed_size=12, heads=1)),
+    Case(SA, dict(embed_size=24, heads=3), (2, 1, 1)),
+    Case(SDPA, dict(), (2, 5, 7)),
+    Case(SDPA, dict(), (4, 4, 4)),
+    Case(FFN, dict(d_model=24, d_ff=40)),
+    Case(FFN, dict(d_model=16), (4, 4, 4)),
+    Case(FFN, dict(d_model=24, d_ff=40), (2, 1, 1)),
+)
+# The documents' own sizes.
+DEMOS: tuple[Case, ...] = (
+    Case(MHA, dict(), (64, 10, 10)),
+    Case(MHSA, dict(embed_size=512, heads=8), (64, 10, 10)),
+    Case(SA, dict(embed_size=512, heads=8), (64, 10, 10)),
+    Case(FFN, dict(), (8, 10, 10)),
+)
+# Every shape and dtype of a mask, each shape with one dtype and each dtype with one shape at least.
+MASKS: tuple[tuple[str, str], ...] = (
+    ("nhqk", "bool"),
+    ("n11k", "bool"),
+    ("n1qk", "int64"),
+    ("11qk", "uint8"),
+    ("qk", "float32"),
+    ("k", "denormal"),
+)
+MASKED = (PROGRAMS[1], PROGRAMS[5], PROGRAMS[9], PROGRAMS[13])
+ATTENTIONS = (MHA, MHSA, SA, SDPA)
+
+
+def default_cases(seed: int = 0) -> list[Case]:
+    """The cases of `parity check`: each program on several sets of numbers, all levels."""
+    cases = [varied(program, i + seed, STYLES[i % len(STYLES)]) for program in PROGRAMS for i in range(4)]
+    for program in MASKED:
+        for number, (shape, dtype) in enumerate(MASKS):
+            for i in range(5):
+                made = varied(program, number * 5 + i + seed, STYLES[i], mask=shape, mask_dtype=dtype)
+                cases.append(replace(made, pattern=PATTERNS[(i + number) % len(PATTERNS)]))
+    cases += [varied(program, seed, "normal") for program in DEMOS]
+    for program in first_of_each():
+        cases.append(varied(program, seed, "normal", modes=("compiled", "eager")))
+        cases += [varied(program, seed + i, "normal", dtype=d) for d in ("bfloat16", "float16", "float64") for i in range(2)]
+    return cases + refused_cases(seed)
+
+
+def full_cases(seed: int = 0) -> list[Case]:
+    """The cases of `parity check --full`: every dtype, eager and compiled, for every program and mask."""
+    cases = default_cases(seed)
+    for program in PROGRAMS:
+        for dtype in ("float32", "bfloat16", "float16", "float64"):
+            cases += [varied(program, seed + 10 + i, STYLES[i % 3], dtype=dtype, modes=("compiled", "eager")) for i in range(3)]
+    for program in MASKED:
+        for number, (shape, mask_dtype) in enumerate(MASKS):
+            for dtype in ("float32", "bfloat16", "float16", "float64"):
+                if program.module == SA and dtype == "float16":
+                    continue
+                for i, pattern in enumerate(PATTERNS):
+                    made = varied(program, seed + 20 + number + i, STYLES[i % 3], mask=shape, mask_dtype=mask_dtype)
+                    eager = dtype == "float32" and i == 0
+                    modes = ("compiled", "eager") if eager else ("compiled",)
+                    cases.append(replace(made, pattern=pattern, dtype=dtype, modes=modes))
+    cases += [varied(program, seed + 30 + i, STYLES[i % len(STYLES)]) for program in DEMOS for i in range(16)]
+    return cases
+
+
+def first_of_each() -> list[Case]:
+    return [next(p for p in PROGRAMS if p.module == module) for module in (*ATTENTIONS, FFN)]
+
+
+def refused_cases(seed: int) -> list[Case]:
+    """Calls that both wings must refuse."""
+    return [replace(PROGRAMS[9], mask="n11k", dtype="float16", seed=seed, refused=True)]
+
+
+def varied(program: Case, seed: int, style: str, **changes: Any) -> Case:
+    return replace(program, seed=seed, style=style, **changes)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a case is fed."""
+
+    args: tuple[Any, ...]
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def values(shape: tuple[int, ...], style: str, rng: np.random.Generator) -> np.ndarray:
+    """Random values in float64; each style can show a fault that another hides."""
+    x = rng.standard_normal(shape)
+    if style == "low variance":
+        return 1e-3 * x + rng.standard_normal((*shape[:-1], 1))
+    if style == "shifted":
+        return x + 30.0
+    if style == "large":
+        return 20.0 * x
+    if style == "small":
+        return 1e-4 * x
+    if style == "two scales":
+        return x * np.where(rng.random(shape) < 0.2, 100.0, 0.1)
+    return x
+
+
+def mask_for(case: Case, hides: bool, rng: np.random.Generator) -> np.ndarray:
+    """A mask of the case's shape, dtype and pattern.
+
+    Args:
+        case: the case.
+        hides: whether a nonzero number hides; otherwise zero does.
+        rng: for the random pattern.
+    """
+    n, lq, lk = case.lengths
+    letters = {"n": n, "h": case.heads, "q": lq, "k": lk, "1": 1}
+    shape = tuple(letters[letter] for letter in case.mask)
+    hidden = rng.random(shape) < 0.35
+    if case.pattern == "causal" and "q" in case.mask:
+        hidden = np.broadcast_to(np.triu(np.ones((lq, lk), bool), 1), shape).copy()
+    elif case.pattern == "padding":
+        hidden = np.zeros(shape, bool)
+        hidden[..., lk - max(1, lk // 3) :] = True
+    elif case.pattern == "nothing hidden":
+        hidden = np.zeros(shape, bool)
+    if case.pattern == "hidden rows":
+        hidden[(0,) * (len(shape) - 1)] = True
+    elif hidden.shape[-1] > 0:
+        # No row is hidden whole by chance: that has a pattern of its own.
+        hidden[..., 0] = False
+    marked = hidden if hides else ~hidden
+    if case.mask_dtype == "denormal":
+        return np.where(marked, np.float32(1e-40), np.float32(0))
+    scale = {"float32": 2.5, "int64": 2**31 - 1, "int32": 3}.get(case.mask_dtype, 1)
+    return (marked * scale).astype(case.mask_dtype)

@@ -1,0 +1,168 @@
+"""The command line. Exit status 0: agreement. 1: divergence, or nothing proved. 2: misuse."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from parity.errors import ParityError
+from parity.evidence.result import LEVELS, PROVES
+from parity.suite import CaseResult, SuiteResult, check, environment
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+# Failing cases that are shown whole; the rest is in --json.
+SHOWN = 3
+
+
+def main() -> None:
+    """Run the command line; an error of the user's is one message and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except ParityError as error:
+        Console(stderr=True).print(f"parity: {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+
+
+@app.callback()
+def parity() -> None:
+    """Is this Flax model the same function as that PyTorch model, and if not, which line is wrong?"""
+
+
+@app.command("check")
+def check_command(
+    device: Annotated[str, typer.Option(help="cpu, gpu or all")] = "cpu",
+    levels: Annotated[str, typer.Option(help=f"some of {','.join(LEVELS)}")] = ",".join(LEVELS),
+    module: Annotated[str, typer.Option(help="only modules whose name contains this")] = "",
+    full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
+    seed: Annotated[int, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
+) -> None:
+    """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
+    chosen = [level.strip() for level in levels.split(",") if level.strip()]
+    console = Console(stderr=True)
+    with progress_bar(console) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(number: int, total: int, name: str) -> None:
+            bar.update(task, completed=number, total=total, description=name.split("(")[0])
+
+        result = check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=1))
+    else:
+        show(result)
+    if not result.ran:
+        raise typer.Exit(2)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        # In a log, a bar would be one line for each frame.
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+def show(result: SuiteResult) -> None:
+    """The table, what was skipped, and the first cases that failed."""
+    console = Console(soft_wrap=False)
+    console.print(levels_table(result))
+    for case in result.cases:
+        if case.skipped:
+            console.print(f"skipped: {escape(case.name)}: {escape(case.skipped)}", highlight=False, soft_wrap=True)
+    failed = [case for case in result.ran if not case.passed]
+    for case in failed[:SHOWN]:
+        console.print(f"\n{escape(case.name)}", style="bold", highlight=False, soft_wrap=True)
+        console.print(escape(case.error or str(case.report)), highlight=False, soft_wrap=True)
+    if len(failed) > SHOWN:
+        console.print(f"\nand {len(failed) - SHOWN} more cases; --json has them all")
+    console.print(summary(result), highlight=False, soft_wrap=True)
+
+
+def levels_table(result: SuiteResult) -> Table:
+    """One row for each module and device: how many cases passed each level, of how many to which it applies."""
+    # Wide enough for every name, narrow enough for 80 columns.
+    table = Table(title="torch_impl against jax_impl", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for level in result.levels:
+        table.add_column(level, justify="right", min_width=9)
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in result.cases:
+        groups.setdefault((case.module, case.device), []).append(case)
+    for (module, device), cases in groups.items():
+        name = module if device == "cpu" else f"{module} on {device}"
+        ran = [case for case in cases if not case.skipped]
+        if not ran:
+            table.add_row(name, *["skipped"] * len(result.levels), style="yellow")
+            continue
+        table.add_row(name, *[cell(ran, level) for level in result.levels])
+    return table
+
+
+def cell(cases: list[CaseResult], level: str) -> str:
+    found = [r for case in cases if case.report for r in case.report.levels if r.level == level]
+    applies = [r for r in found if r.status != "not applicable"]
+    passed = sum(r.passed for r in applies)
+    if not applies:
+        return "n/a"
+    text = f"{passed}/{len(applies)}"
+    return text if passed == len(applies) else f"[red]{text}[/red]"
+
+
+def summary(result: SuiteResult) -> str:
+    """The verdict in one line, then the figures and what they were measured with."""
+    figures, ran = result.figures(), result.ran
+    passed = sum(case.passed for case in ran)
+    refused = sum(case.refused for case in ran)
+    head = f"{passed} of {len(ran)} cases agree" if ran else "nothing ran"
+    lines = [f"\n{head} in {result.seconds:.1f} s, seed {result.seed}"]
+    if refused:
+        lines.append(f"{refused} of them refused by both sides, as they must be")
+    if figures["elements"]:
+        lines.append(
+            f"identical: {figures['equal']:,} of {figures['elements']:,} output values bit-equal in float32, "
+            f"{figures['ties']} proved rounding ties, {figures['cancelled']} below float64's own noise, "
+            f"{figures['unexplained']} unexplained"
+        )
+    settings = result.environment
+    names = ("torch", "jax", "flax", "torch devices", "jax devices", "torch float32 products", "jax matmul precision")
+    lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))
+    return "\n".join(lines)
+
+
+@app.command("levels")
+def levels_command() -> None:
+    """What each level of the ladder proves."""
+    table = Table(show_header=False, box=None)
+    for level, meaning in PROVES.items():
+        table.add_row(level, meaning)
+    Console().print(table)
+
+
+@app.command("env")
+def env_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Versions, devices and what is missing."""
+    found = environment()
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in found.items():
+        table.add_row(name, escape(value))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""The built-in regression suite: every module of the two wings against its twin. The only room that knows them."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from parity.cases import ATTENTIONS, FFN, MHA, SA, SDPA, Case, default_cases, full_cases, mask_for, values
+from parity.errors import InputError, MissingFrameworkError
+from parity.evidence.compare import checked_levels, climb
+from parity.evidence.numerics import numpy_float
+from parity.evidence.result import LEVELS, Report
+from parity.evidence.subject import Subject
+from parity.frameworks import load
+from parity.trained import LAYERS, SENTENCES, SIZES, WIDTH, attention_parameters, hidden_states, why_missing
+from parity.weights.transfer import transfer
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case: its report, or why it was skipped.
+
+    Attributes:
+        name: of the case.
+        module: class name, `real` beside it for trained parameters.
+        device: `cpu` or `gpu`.
+        report: None if the case was skipped or refused as it should be.
+        seconds: it took.
+        skipped: why it did not run; '' if it did.
+        refused: both sides refused the inputs, as they must.
+        error: what was raised instead; '' if nothing was.
+    """
+
+    name: str
+    module: str
+    device: str
+    report: Report | None = None
+    seconds: float = 0.0
+    skipped: str = ""
+    refused: bool = False
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.refused or (self.report is not None and self.report.passed)
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """All cases.
+
+    Attributes:
+        cases: in the order in which they ran.
+        levels: that were climbed.
+        seed: of the whole run.
+        seconds: it took.
+        environment: versions, devices and what was pinned.
+    """
+
+    cases: tuple[CaseResult, ...]
+    levels: tuple[str, ...] = LEVELS
+    seed: int = 0
+    seconds: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ran(self) -> tuple[CaseResult, ...]:
+        return tuple(case for case in self.cases if not case.skipped)
+
+    @property
+    def passed(self) -> bool:
+        """Whether cases ran and every one of them passed. A skipped case is neither."""
+        return bool(self.ran) and all(case.passed for case in self.ran)
+
+    def figures(self) -> dict[str, int]:
+        """Sums over all cases of the level `identical`."""
+        names = ("elements", "equal", "ties", "cancelled", "unexplained")
+        levels = [level for case in self.ran if case.report for level in case.report.levels if level.level == "identical"]
+        return {name: sum(int(level.figures.get(name, 0)) for level in levels) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return {**as_data(self), "figures": self.figures(), "passed": self.passed}
+
+
+def check(
+    *,
+    levels: Iterable[str] | None = None,
+    module: str | None = None,
+    device: str = "cpu",
+    full: bool = False,
+    seed: int = 0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> SuiteResult:
+    """Run the suite.
+
+    Args:
+        levels: as in `parity.compare`.
+        module: only cases whose class name contains this, whatever the case of its letters.
+        device: `cpu`, `gpu` or `all`. A missing device gives a skipped row that says why.
+        full: every dtype, eager and compiled, for every program and mask.
+        seed: of parameters, inputs, masks, probes and jitter.
+        progress: called before each case with its number, how many there are, and its name.
+
+    Returns:
+        One result for each case.
+
+    Raises:
+        InputError: no such level, module or device.
+        MissingFrameworkError: a framework is not installed.
+    """
+    chosen = checked_levels(levels)
+    if device not in ("cpu", "gpu", "all"):
+        raise InputError(f"device must be cpu, gpu or all, got {device!r}")
+    torch_room, flax_room = load("torch"), load("nnx")
+    cases = [*(full_cases if full else default_cases)(seed), *trained_cases(seed)]
+    if module:
+        cases = [case for case in cases if module.lower() in case.module.lower()]
+        if not cases:
+            raise InputError(f"no module is called like {module!r}; there are {', '.join((*ATTENTIONS, FFN))}")
+    SPOILED.clear()
+    start, results = time.perf_counter(), list(missing_parts(torch_room, flax_room, device))
+    devices = [d for d in ("cpu", "gpu") if device in (d, "all") and not (d == "gpu" and no_gpu(torch_room, flax_room))]
+    planned = [replace(case, device=d) for d in devices for case in cases]
+    for number, case in enumerate(planned):
+        if progress:
+            progress(number, len(planned), case.name)
+        results.append(run_case(case, chosen))
+    with torch_room.pinned() as torch_settings, flax_room.pinned() as jax_settings:
+        environment = {**torch_room.environment(), **flax_room.environment(), **torch_settings, **jax_settings}
+    return SuiteResult(tuple(results), chosen, seed, time.perf_counter() - start, environment)
+
+
+def no_gpu(torch_room: Any, flax_room: Any) -> str:
+    """Why no GPU can be used by both frameworks, '' if one can."""
+    return "; ".join(why for why in (torch_room.gpu_missing(), flax_room.gpu_missing()) if why)
+
+
+def missing_parts(torch_room: Any, flax_room: Any, device: str) -> Iterator[CaseResult]:
+    why = no_gpu(torch_room, flax_room)
+    if device in ("gpu", "all") and why:
+        yield CaseResult("all cases on gpu", "all modules", "gpu", skipped=why)
+    absent = why_missing()
+    if absent:
+        yield CaseResult("trained encoder", "MultiHeadAttention, real", "cpu", skipped=absent)
+
+
+def trained_cases(seed: int) -> list[Case]:
+    if why_missing():
+        return []
+    lengths = (len(SENTENCES), WIDTH, WIDTH)
+    return [
+        Case(MHA, SIZES, lengths, mask="n11k", pattern="padding", seed=seed, style="real", weights=f"trained layer {layer}")
+        for layer in range(LAYERS)
+    ]
+
+
+def run_case(case: Case, levels: tuple[str, ...] = LEVELS) -> CaseResult:
+    """One case, whatever happens in it."""
+    start = time.perf_counter()
+
+    def result(**found: Any) -> CaseResult:
+        return CaseResult(case.name, case.group, case.device, seconds=time.perf_counter() - start, **found)
+
+    flax_room = load("nnx")
+    with flax_room.on_device(case.device), flax_room.pinned(double=case.dtype == "float64"):
+        torch_model, flax_model, args = prepared(case)
+        try:
+            subject = Subject(torch_model, flax_model, args, {}, seed=case.seed, gradients="gradients" in levels)
+            report = climb(subject, levels, case.modes, strict=True, spoil=first_time(case))
+        except InputError as error:
+            refused = case.refused and "both models refuse" in str(error)
+            return result(refused=refused, error="" if refused else str(error))
+    if case.refused:
+        return result(error="both sides must refuse these inputs, but neither did")
+    return result(report=report)
+
+
+SPOILED: set[tuple[Any, ...]] = set()
+
+
+def first_time(case: Case) -> bool:
+    """Whether a program has not been given bad inputs yet. They depend on shapes and dtypes, not on numbers."""
+    key = (case.module, tuple(case.sizes.items()), case.lengths, case.mask, case.dtype, case.device)
+    fresh = key not in SPOILED
+    SPOILED.add(key)
+    return fresh
+
+
+@lru_cache(maxsize=64)
+def models(module: str, sizes: tuple[tuple[str, Any], ...], device: str) -> tuple[Any, Any]:
+    """One pair for each configuration, so that compiled programs are found again."""
+    from flax import nnx
+
+    import jax_impl
+    import torch_impl
+
+    torch_model = getattr(torch_impl, module)(**dict(sizes))
+    flax_class = getattr(jax_impl, module)
+    # Without values: initialising would compile one program for every shape, and all are transferred.
+    flax_model = flax_class() if module == SDPA else nnx.eval_shape(lambda: flax_class(**dict(sizes), rngs=nnx.Rngs(0)))
+    torch_model.eval()
+    flax_model.eval()
+    return torch_model.to("cuda" if device == "gpu" else "cpu"), flax_model
+
+
+def prepared(case: Case) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The pair with the case's parameters on both sides, and the arguments."""
+    torch_model, flax_model = models(case.module, tuple(case.sizes.items()), case.device)
+    rng = np.random.default_rng([case.seed, len(case.mask), sum(map(ord, case.module))])
+    parameters, args = trained(case) if case.weights else drawn(case, torch_model, rng)
+    if parameters:
+        torch_room = load("torch")
+        state = {path: torch_room.from_numpy(array.astype(numpy_float(case.dtype))) for path, array in parameters.items()}
+        transfer(state, torch_model, cast="source")
+        transfer(torch_model, flax_model, cast="source")
+    if case.mask:
+        hides = case.module in (MHA, SDPA)
+        mask = mask_for(case, hides, rng) if not case.weights else args[3]
+        args = (*args[:3], mask)
+    cast = tuple(a.astype(numpy_float(case.dtype)) if i < 3 else a for i, a in enumerate(args))
+    return torch_model, flax_model, cast
+
+
+def drawn(case: Case, torch_model: Any, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+    """Random parameters, biases included, and inputs in the order in which the module takes them."""
+    shapes = {leaf.path: leaf.shape for leaf in load("torch").leaves(torch_model)}
+    parameters = {
+        path: rng.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) > 1 else 0.5 * rng.standard_normal(shape)
+        for path, shape in shapes.items()
+    }
+    n, lq, lk = case.lengths
+    if case.module == SDPA:
+        shapes_in = [(n, case.heads, lq, 8), (n, case.heads, lk, 8), (n, case.heads, lk, 5)]
+    elif case.module == FFN:
+        shapes_in = [(n, lq, case.sizes.get("d_model", 512))]
+    else:
+        width = case.sizes.get("d_model", case.sizes.get("embed_size", 512))
+        shapes_in = [(n, lq, width), (n, lk, width), (n, lk, width)]
+    args = tuple(values(shape, case.style, rng) for shape in shapes_in)
+    return parameters, args[::-1] if case.module == SA else args
+
+
+def trained(case: Case) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+    """A trained layer's parameters, and what reaches it when the encoder reads real sentences."""
+    layer = int(case.weights.rsplit(" ", 1)[1])
+    states, padding = hidden_states()
+    x = states[layer]
+    return attention_parameters(layer), (x, x, x, padding[:, None, None, :])
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices of what is installed, and how to install what is not."""
+    import platform
+    from importlib.metadata import version
+
+    found = {"torch-flax-parity": version("torch-flax-parity"), "python": platform.python_version(), "numpy": version("numpy")}
+    for room in ("torch", "nnx"):
+        try:
+            loaded = load(room)
+        except MissingFrameworkError as error:
+            found[room if room == "torch" else "flax"] = str(error)
+            continue
+        found |= loaded.environment()
+        found[f"{loaded.NAME} gpu"] = loaded.gpu_missing() or "available"
+    return found | {"trained encoder": why_missing() or "installed"}
