@@ -14,6 +14,7 @@ from helpers import (
     build,
     fill,
     mask_array,
+    mha,
     random,
     to_torch,
 )
@@ -196,6 +197,19 @@ def test_bit_equal_at_the_documents_demo_shape(dtype):
         assert out[0].shape == (64, 10, 512)
         for a, b in zip(out, expected, strict=True):
             assert_same_bits(a, b)
+
+
+# Heads one wide can be merged without a copy, but a product with the uncopied view has other last bits in float16.
+@pytest.mark.parametrize(
+    "case",
+    [
+        Attention("Multi_Head_Self_Attention", {"embed_size": 64, "heads": 64}, 1, 70, 70),
+        Attention("MultiHeadAttention", mha(64, 64, 1, 1), 1, 70, 70),
+    ],
+    ids=["first", "third"],
+)
+def test_merged_heads_are_copied_as_in_the_documents(case):
+    assert_bit_equal(case, build(case, "float16"), [to_torch(x, "float16") for x in case.inputs()], None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
