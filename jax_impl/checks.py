@@ -203,7 +203,7 @@ def check_features(where: str, x: Array, width: int, weight: Array) -> None:
 KIND = "jax.Array"
 
 
-def dtype_name(x: Array) -> str:
+def dtype_name(x: Array | np.ndarray) -> str:
     """Name a dtype as the errors of both wings do, without the framework's prefix.
 
     Args:

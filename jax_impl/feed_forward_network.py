@@ -52,5 +52,5 @@ class FeedForwardNetwork(nnx.Module):
         Raises:
             InputError: width, dtype or device is not that of the weights.
         """
-        check_features("FeedForwardNetwork", x, self.d_model, self.model.layers[0].kernel[...])
+        check_features("FeedForwardNetwork", x, self.d_model, self.model.layers[0].kernel[...])  # type: ignore[attr-defined]
         return self.model(x)

@@ -8,11 +8,11 @@ from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError
 from parity.errors import ParityError as ParityError
 from parity.errors import TransferError as TransferError
-from parity.weights.transfer import Transfer as Transfer
-from parity.weights.transfer import transfer as transfer
 from parity.evidence.compare import compare as compare
 from parity.evidence.diff import diff as diff
 from parity.evidence.result import Diff as Diff
 from parity.evidence.result import Report as Report
 from parity.evidence.result import Trace as Trace
 from parity.evidence.trace import trace as trace
+from parity.weights.transfer import Transfer as Transfer
+from parity.weights.transfer import transfer as transfer

@@ -50,7 +50,7 @@ def check_command(
         task = bar.add_task("starting", total=None)
 
         def advance(number: int, total: int, name: str) -> None:
-            bar.update(task, completed=number, total=total, description=name.split("(")[0])
+            bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
         result = check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
     if as_json:

@@ -1,7 +1,9 @@
 """The built-in regression suite: every module of the two wings against its twin. The only room that knows them."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -127,13 +129,35 @@ def check(
     start, results = time.perf_counter(), list(missing_parts(torch_room, flax_room, device))
     devices = [d for d in ("cpu", "gpu") if device in (d, "all") and not (d == "gpu" and no_gpu(torch_room, flax_room))]
     planned = [replace(case, device=d) for d in devices for case in cases]
-    for number, case in enumerate(planned):
-        if progress:
-            progress(number, len(planned), case.name)
-        results.append(run_case(case, chosen))
-    with torch_room.pinned() as torch_settings, flax_room.pinned() as jax_settings:
+    # Pinned once around all threads: what is set for the whole process must not be restored by one of them.
+    with torch_room.pinned(threads=1) as torch_settings, flax_room.pinned() as jax_settings:
+        results += run_all(planned, chosen, progress)
         environment = {**torch_room.environment(), **flax_room.environment(), **torch_settings, **jax_settings}
     return SuiteResult(tuple(results), chosen, seed, time.perf_counter() - start, environment)
+
+
+def run_all(
+    cases: list[Case], levels: tuple[str, ...], progress: Callable[[int, int, str], None] | None = None
+) -> list[CaseResult]:
+    """All cases, those of one pair of models one after another, pairs side by side: most of the time XLA compiles."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, case in enumerate(cases):
+        groups.setdefault((case.module, tuple(case.sizes.items()), case.device), []).append(number)
+    results: dict[int, CaseResult] = {}
+
+    def run_group(numbers: list[int]) -> None:
+        for number in numbers:
+            if progress:
+                progress(len(results), len(cases), cases[number].name)
+            results[number] = run_case(cases[number], levels)
+
+    # Largest first, so that no thread is left alone with a large group at the end.
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    workers = 1 if any(case.device == "gpu" for case in cases) else min(os.cpu_count() or 1, 4)
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(run_group, numbers) for numbers in ordered]:
+            done.result()
+    return [results[number] for number in range(len(cases))]
 
 
 def no_gpu(torch_room: Any, flax_room: Any) -> str:
@@ -171,7 +195,10 @@ def run_case(case: Case, levels: tuple[str, ...] = LEVELS) -> CaseResult:
     with flax_room.on_device(case.device), flax_room.pinned(double=case.dtype == "float64"):
         torch_model, flax_model, args = prepared(case)
         try:
-            subject = Subject(torch_model, flax_model, args, {}, seed=case.seed, gradients="gradients" in levels)
+            wanted = "gradients" in levels
+            subject = Subject(
+                *(torch_model, flax_model, args, {}), seed=case.seed, gradients=wanted, native_gradients=case.native_gradients
+            )
             report = climb(subject, levels, case.modes, strict=True, spoil=first_time(case))
         except InputError as error:
             refused = case.refused and "both models refuse" in str(error)
@@ -235,6 +262,7 @@ def drawn(case: Case, torch_model: Any, rng: np.random.Generator) -> tuple[dict[
         for path, shape in shapes.items()
     }
     n, lq, lk = case.lengths
+    shapes_in: list[tuple[int, ...]]
     if case.module == SDPA:
         shapes_in = [(n, case.heads, lq, 8), (n, case.heads, lk, 8), (n, case.heads, lk, 5)]
     elif case.module == FFN:

@@ -55,7 +55,9 @@ def arrays() -> dict[str, np.ndarray]:
 def attention_parameters(layer: int) -> dict[str, np.ndarray]:
     """The attention of one layer under the names of `MultiHeadAttention`."""
     return {
-        f"{ours}.{leaf}": arrays()[f"encoder.layer.{layer}.{theirs}.{leaf}"] for ours, theirs in NAMES.items() for leaf in ("weight", "bias")
+        f"{ours}.{leaf}": arrays()[f"encoder.layer.{layer}.{theirs}.{leaf}"]
+        for ours, theirs in NAMES.items()
+        for leaf in ("weight", "bias")
     }
 
 
@@ -79,7 +81,10 @@ def hidden_states() -> tuple[list[np.ndarray], np.ndarray]:
     """
     ids, padding = tokens()
     config = json.loads((folder() / "config.json").read_text(encoding="utf-8"))
-    eps, w = config["layer_norm_eps"], {name: array.astype(np.float64) for name, array in arrays().items() if array.dtype.kind == "f"}
+    eps, w = (
+        config["layer_norm_eps"],
+        {name: array.astype(np.float64) for name, array in arrays().items() if array.dtype.kind == "f"},
+    )
 
     def dense(x: np.ndarray, name: str) -> np.ndarray:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]

@@ -52,5 +52,5 @@ class FeedForwardNetwork(nn.Module):
         Raises:
             InputError: width, dtype or device is not that of the weights.
         """
-        check_features("FeedForwardNetwork", x, self.d_model, self.model[0].weight)
+        check_features("FeedForwardNetwork", x, self.d_model, next(self.parameters()))
         return self.model(x)

@@ -92,10 +92,16 @@ def compare_arrays(path: str, actual: np.ndarray, expected: np.ndarray, allowed:
         both = np.isfinite(a) & np.isfinite(b)
         gap = np.where(both, np.abs(np.where(both, a, 0) - np.where(both, b, 0)), 0.0)
         scale = finite_scale(b)
-        limit = allowed.get("atol", 0.0) + allowed.get("scaled", 0.0) * scale + allowed.get("rtol", 0.0) * np.where(both, np.abs(b), 0)
+        limit = (
+            allowed.get("atol", 0.0)
+            + allowed.get("scaled", 0.0) * scale
+            + allowed.get("rtol", 0.0) * np.where(both, np.abs(b), 0)
+        )
         wrong = (gap > limit) | ~same_specials(a, b)
     if not wrong.any():
-        return ArrayDiff(path, True, elements=expected.size, difference=float(gap.max(initial=0.0)), scaled=scaled(gap, expected))
+        return ArrayDiff(
+            path, True, elements=expected.size, difference=float(gap.max(initial=0.0)), scaled=scaled(gap, expected)
+        )
     special = ~same_specials(wide(actual), wide(expected))
     order = np.where(special, np.inf, np.where(wrong, gap, -1.0))
     at = tuple(int(i) for i in np.unravel_index(int(order.argmax()), order.shape))

@@ -208,8 +208,9 @@ def unequal_integers(subject: Subject) -> list[Finding]:
     found = []
     for path, expected in subject.torch_native.outputs.items():
         actual = subject.flax_native.outputs.get(path)
-        both = isinstance(expected, np.ndarray) and isinstance(actual, np.ndarray)
-        if both and expected.dtype.kind in "biu" and expected.shape == actual.shape and not np.array_equal(expected, actual):
+        if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray):
+            continue
+        if expected.dtype.kind in "biu" and expected.shape == actual.shape and not np.array_equal(expected, actual):
             where = f"output {path}" if path else "output"
             found.append(Finding(where, f"{int((expected != actual).sum())} of {expected.size} whole numbers differ"))
     return found
@@ -288,18 +289,20 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     missing, triples = paired_gradients(subject)
     results, findings, notes, worst = [], missing, [], 0.0
-    kinks = subject.kinks
+    kinks = subject.kinks if subject.native_gradients else 0
     scales = gradient_scales(subject)
     for path, actual, oracle, flax_native in triples:
         result, wrong = judged(subject, "gradients", path, wide(actual), wide(oracle), scales[path])
         results.append(result)
         if not result.passed:
             findings.append(described_gap(f"gradient of {path}", result, wrong, wide(actual), wide(oracle)))
-        elif not kinks and not result.zero:
+        elif flax_native is not None and not kinks and not result.zero:
             name = f"gradient of {path}"
             found, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
             findings += found
             worst = max(worst, ratio)
+    if not subject.native_gradients:
+        notes.append("compared in float64 only")
     if kinks:
         notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
     zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
@@ -310,8 +313,8 @@ def gradients(subject: Subject) -> LevelResult:
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
 
 
-def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]]:
-    """Flax's float64 gradient, torch's, and Flax's native one under each torch path, in torch's layout."""
+def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, np.ndarray, np.ndarray, np.ndarray | None]]]:
+    """Flax's float64 gradient, torch's, and Flax's native one, if any, under each torch path, in torch's layout."""
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
     found = []
     by_source = {p.source.path: p for p in subject.pairing.pairs}
@@ -327,7 +330,8 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
         if flax_path not in wide_run:
             missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no nnx.Param"))
             continue
-        found.append((path, back(wide_run[flax_path]), oracle, back(native_run[flax_path])))
+        native_gradient = back(native_run[flax_path]) if flax_path in native_run else None
+        found.append((path, back(wide_run[flax_path]), oracle, native_gradient))
     return missing, found
 
 

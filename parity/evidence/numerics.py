@@ -43,7 +43,8 @@ def ulp_distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise ValueError(
-            f"ulp_distance wants equal shapes and dtypes, got {actual.shape} {actual.dtype} and {expected.shape} {expected.dtype}"
+            f"ulp_distance wants equal shapes and dtypes, got {actual.shape} {actual.dtype} "
+            f"and {expected.shape} {expected.dtype}"
         )
     if not (np.isfinite(actual).all() and np.isfinite(expected).all()):
         raise ValueError("ulp_distance wants finite values; compare NaN and infinite positions first")

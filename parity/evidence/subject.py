@@ -33,6 +33,7 @@ class Subject:
         ignore: as in `parity.transfer`.
         seed: of probes, cotangents and jitter.
         gradients: whether runs compute gradients too.
+        native_gradients: whether Flax computes them in its own dtype too, not in float64 alone.
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands; all reasons at once.
@@ -49,6 +50,7 @@ class Subject:
         ignore: Iterable[str] = (),
         seed: int = 0,
         gradients: bool = True,
+        native_gradients: bool = True,
     ):
         self.torch, self.flax = load("torch"), load("nnx")
         problems = []
@@ -59,6 +61,7 @@ class Subject:
         if problems:
             raise InputError(listed("cannot compare", problems))
         self.torch_model, self.flax_model, self.seed, self.gradients = torch_model, flax_model, seed, gradients
+        self.native_gradients = gradients and native_gradients
         self.call = as_call(torch_model, args, kwargs)
         problems += self.torch.problems_before_running(torch_model)
         problems += self.flax.problems_before_running(flax_model)
@@ -141,7 +144,12 @@ class Subject:
     @cached_property
     def flax_native(self) -> Evaluation:
         """Flax as the user runs it, compiled."""
-        return self.flax.evaluate(self.flax_model, self.call, cotangents=self.cotangents)
+        return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
+
+    @property
+    def native_cotangents(self) -> dict[str, np.ndarray] | None:
+        """What Flax is run with in its own dtype, so that every such run is the same compiled program."""
+        return self.cotangents if self.native_gradients else None
 
     @cached_property
     def flax_eager(self) -> Evaluation:

@@ -51,7 +51,7 @@ def wiring(subject: Subject) -> LevelResult:
         if p.source.path in probe.weights
     }
     flax32 = subject.flax.evaluate(
-        subject.flax_model, probe.call, dtype="float32", weights=flax_weights, cotangents=subject.cotangents
+        subject.flax_model, probe.call, dtype="float32", weights=flax_weights, cotangents=subject.native_cotangents
     )
     return compare_bits(probe, flax32)
 
@@ -151,7 +151,7 @@ class Search:
         return changed(call, lambda path, array: array * 2.0**SATURATION if f"input {path}" in scaled else array)
 
     def watched(self, weights: dict[str, np.ndarray], call: Call) -> tuple[Evaluation | None, Any]:
-        from parity.frameworks.exactness import NotProvable, Prover
+        from parity.frameworks.exactness import NotProvableError, Prover
 
         provers: list[Prover] = []
 
@@ -163,7 +163,7 @@ class Search:
         try:
             with self.subject.torch.pinned():
                 run = self.subject.torch.evaluate(model, call, dtype="float64", weights=weights, watch=watch)
-        except NotProvable as stop:
+        except NotProvableError as stop:
             self.why, self.hopeless = str(stop), stop.structural
             return None, provers[0]
         return run, provers[0]

@@ -26,7 +26,7 @@ SATURATED = -104.0
 EXACT = 2.0**24
 
 
-class NotProvable(Exception):
+class NotProvableError(Exception):
     """An operation whose result depends on how it is rounded.
 
     Attributes:
@@ -98,7 +98,7 @@ class Prover(TorchDispatchMode):
         label = func.overloadpacket.__name__
         for tensor in operands:
             if self.origin(tensor).rounded:
-                raise NotProvable(label, "it sums numbers that are already rounded")
+                raise NotProvableError(label, "it sums numbers that are already rounded")
         result = func(*args, **kwargs)
         magnitudes = func(*[a.abs() if isinstance(a, Tensor) else a for a in args], **kwargs)
         quanta = [significant_bits(to_float64(t))[1] for t in operands]
@@ -113,9 +113,9 @@ class Prover(TorchDispatchMode):
             # A product of two activations feeds scores, or is fed by them: narrower inputs may help.
             self.scores |= frozenset().union(*(self.origin(t).all for t in operands))
             bits = math.ceil(math.log2(largest / quantum)) + 1
-            raise NotProvable(label, f"its sums need {bits} bits, float32 has 24", structural=False)
+            raise NotProvableError(label, f"its sums need {bits} bits, float32 has 24", structural=False)
         if func.overloadpacket is aten.mean and not representable(result):
-            raise NotProvable(label, "its result does not fit float32 exactly")
+            raise NotProvableError(label, "its result does not fit float32 exactly")
         nearest = [t for t in operands if id(t) in self.names or self.aliases_name(t)]
         near: frozenset[str] = frozenset().union(*(self.origin(t).nearest for t in (nearest or operands)))
         self.note(result, Origin(near, frozenset().union(*(self.origin(t).all for t in operands))))
@@ -134,18 +134,18 @@ class Prover(TorchDispatchMode):
         everything = frozenset().union(*(o.all for o in origins))
         rounded = any(o.rounded for o in origins)
         if func.overloadpacket not in EXACT_OPERATIONS:
-            raise NotProvable(label, "its result is rounded, or is not known to be exact")
+            raise NotProvableError(label, "its result is rounded, or is not known to be exact")
         for tensor in found:
             inexact = rounded and tensor.is_floating_point()
             if tensor.is_floating_point() and not representable(tensor):
                 scalars_only = sum(t.numel() > 1 for t in operands) <= 1
                 constant = func.overloadpacket in CONSTANTS
                 if not constant and not (func.overloadpacket in SCALINGS and scalars_only):
-                    raise NotProvable(label, "its result does not fit float32 exactly", structural=False)
+                    raise NotProvableError(label, "its result does not fit float32 exactly", structural=False)
                 inexact = True
             self.note(tensor, Origin(near, everything, inexact))
         if rounded and func.overloadpacket not in KEEPS_ROUNDED | SCALINGS:
-            raise NotProvable(label, "it combines numbers that are already rounded")
+            raise NotProvableError(label, "it combines numbers that are already rounded")
 
     def softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """One-hot rows, rows tied in 2^k and rows of minus infinities are exact; the others become NaN."""
@@ -222,7 +222,7 @@ def prove(run: Callable[[], Any], names: dict[int, str]) -> tuple[Any, Prover]:
         names: names of its parameters and inputs by `id`.
 
     Raises:
-        NotProvable: an operation's result depends on how it is rounded.
+        NotProvableError: an operation's result depends on how it is rounded.
     """
     prover = Prover(names)
     with prover:

@@ -48,7 +48,9 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def walk(node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()) -> Iterator[Any]:
+def walk(
+    node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()
+) -> Iterator[Any]:
     """Every module, container and variable below a node, each under every path that leads to it.
 
     Yields:
@@ -171,11 +173,10 @@ def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[A
             variables[path].set_value(array)
         seed_abstract(variables)
         return value, done
-    flat = {}
-    for path, leaf in nnx.to_flat_state(value):
-        array = new.get(".".join(map(str, path)))
-        kept = leaf if array is None else leaf.replace(array) if isinstance(leaf, nnx.Variable) else array
-        flat[path] = kept
+    flat: dict[Any, Any] = {}
+    for keys, leaf in nnx.to_flat_state(value):
+        array = new.get(".".join(map(str, keys)))
+        flat[keys] = leaf if array is None else leaf.replace(array) if isinstance(leaf, nnx.Variable) else array
     return nnx.from_flat_state(flat), done
 
 
@@ -193,7 +194,9 @@ def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) 
     refuse_narrowing(arrays)
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
     # here. What is strided it must copy itself, and one call for all of them is the fastest.
-    own = {path: np.array(a) if a.flags.c_contiguous or a.flags.f_contiguous and a.ndim < 2 else a for path, a in arrays.items()}
+    own = {
+        path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
+    }
     places = {path: place(targets[path]) for path in own}
     return jax.block_until_ready(jax.device_put(own, places)), set()
 
@@ -239,9 +242,7 @@ def problems_before_running(model: Any) -> list[str]:
     """Why a model cannot be compared as it stands: in train mode, or without values."""
     found = []
     training = [
-        ".".join(path) or "the model"
-        for path, _, node in walk(model)
-        if isinstance(node, nnx.Module) and depends_on_mode(node)
+        ".".join(path) or "the model" for path, _, node in walk(model) if isinstance(node, nnx.Module) and depends_on_mode(node)
     ]
     if training:
         found.append(
@@ -330,7 +331,7 @@ def evaluate(
         given = {p: jnp.asarray(np.asarray(c)) for p, c in (cotangents or {}).items()}
         outputs, gradients = run(parameters, rest, arguments.values, arguments.others, given)
         plain = {path: np.array(value) if is_array(value) else value for path, value in outputs.items()}
-        return Evaluation({**body.statics, **plain}, {path: np.array(g) for path, g in gradients.items()})
+        return Evaluation({**getattr(body, "statics", {}), **plain}, {path: np.array(g) for path, g in gradients.items()})
 
 
 class Arguments:
@@ -408,7 +409,9 @@ def exact(path: str, array: np.ndarray) -> jax.Array:
     return narrow
 
 
-def prepare(model: Any, call: Call, dtype: str | None, weights: Mapping[str, np.ndarray] | None) -> tuple[Any, Any, Any, Arguments]:
+def prepare(
+    model: Any, call: Call, dtype: str | None, weights: Mapping[str, np.ndarray] | None
+) -> tuple[Any, Any, Any, Arguments]:
     graphdef, parameters, rest = nnx.split(model, nnx.Param, ...)
 
     def renewed(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -457,7 +460,8 @@ def functional(graphdef: Any, skeleton: Frozen, heads: tuple[str, ...] | None) -
 
 def split_floats(state: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """A state's floating point arrays by path, and its other variables."""
-    trainable, fixed = {}, {}
+    trainable: dict[Any, Any] = {}
+    fixed: dict[Any, Any] = {}
     for path, leaf in nnx.to_flat_state(state):
         floating = jnp.issubdtype(content(leaf).dtype, jnp.floating)
         (trainable if floating else fixed)[path] = content(leaf) if floating else leaf
@@ -568,11 +572,11 @@ def recording(model: Any) -> Iterator[list[tuple[str, int, dict[str, Any]]]]:
     originals = {cls: vars(cls)["__call__"] for cls in owners}
     try:
         for cls, original in originals.items():
-            cls.__call__ = wrap(original)
+            setattr(cls, "__call__", wrap(original))  # noqa: B010
         yield records
     finally:
         for cls, original in originals.items():
-            cls.__call__ = original
+            setattr(cls, "__call__", original)  # noqa: B010
 
 
 def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:
@@ -608,4 +612,3 @@ def environment() -> dict[str, str]:
 def gpu_missing() -> str | None:
     """Why no GPU can be used, None if one can."""
     return None if jax.default_backend() == "gpu" else f"jax {jax.__version__} runs on {jax.default_backend()} only"
-

@@ -148,7 +148,9 @@ def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[A
     Returns:
         The filled module or the new state_dict, and the paths whose memory is shared.
     """
-    tensors = {path: torch.from_dlpack(a.array).permute(a.axes) if shared else from_numpy(a) for path, a in arrays.items()}
+    tensors = {
+        path: torch.utils.dlpack.from_dlpack(a.array).permute(a.axes) if shared else from_numpy(a) for path, a in arrays.items()
+    }
     if not is_model(value):
         new = {path: tensors[path] if shared else tensors[path].clone() for path in tensors}
         return {path: new[path] if path in new else tensor.detach().clone() for path, tensor in value.items()}, set(tensors)
@@ -214,11 +216,12 @@ def model_dtype(model: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def pinned(double: bool = False) -> Iterator[dict[str, str]]:
+def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
     """Full float32 products, deterministic algorithms, no autocast; all restored afterwards.
 
     Args:
-        double: unused here; the Flax side needs to be told.
+        threads: of torch's own inside; None leaves them. Many small models run several times
+            faster with one, because OpenMP's threads and XLA's wait for each other.
 
     Yields:
         What was pinned, for the report.
@@ -226,6 +229,8 @@ def pinned(double: bool = False) -> Iterator[dict[str, str]]:
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -237,6 +242,7 @@ def pinned(double: bool = False) -> Iterator[dict[str, str]]:
         ):
             yield {"torch float32 products": "highest", "torch cuDNN TF32": "off", "torch algorithms": "deterministic"}
     finally:
+        torch.set_num_threads(before)
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
@@ -403,7 +409,19 @@ class Shaken(TorchDispatchMode):
     """
 
     # Their results are copies of what they were given: nobody rounds there.
-    COPIES = ("clone", "copy", "_to_copy", "where", "masked_fill", "relu", "cat", "stack", "index", "index_select", "gather")
+    COPIES: tuple[str, ...] = (
+        "clone",
+        "copy",
+        "_to_copy",
+        "where",
+        "masked_fill",
+        "relu",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+    )
     COPIES += ("embedding", "constant_pad_nd", "flip", "threshold_backward", "zeros", "zeros_like", "full", "full_like", "ones")
     COPIES += ("ones_like", "new_zeros", "empty", "empty_like", "scalar_tensor", "lift_fresh", "repeat", "arange", "neg", "abs")
 

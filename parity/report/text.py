@@ -18,7 +18,9 @@ def transfer_text(transfer: "Transfer") -> str:
     """The plan as a table, then what a reader must know."""
     size = sum(entry.bytes for entry in transfer.plan)
     shared = sum(entry.shared for entry in transfer.plan)
-    lines = [f"{len(transfer.plan)} arrays, {size:,} bytes" + (f", {shared} of them sharing memory" if shared else ", all copied")]
+    lines = [
+        f"{len(transfer.plan)} arrays, {size:,} bytes" + (f", {shared} of them sharing memory" if shared else ", all copied")
+    ]
     width = max((len(entry.source) for entry in transfer.plan), default=0)
     for entry in transfer.plan:
         dtype = entry.dtype if entry.dtype == entry.target_dtype else f"{entry.dtype} -> {entry.target_dtype}"
@@ -79,7 +81,9 @@ def divergence_lines(found: "Divergence") -> list[str]:
     if found.reason:
         return [*lines, f"  {found.output + ': ' if found.output else ''}{found.reason}"]
     output = f"output {found.output}: " if found.output else ""
-    lines.append(f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains")
+    lines.append(
+        f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains"
+    )
     lines.append(
         f"  worst at {found.worst}: expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g}, "
         f"difference {found.difference:.3g}"
@@ -94,7 +98,9 @@ def trace_text(trace: "Trace") -> str:
     agreeing = sum(step.agrees for step in trace.steps)
     lines = divergence_lines(found) if found else [f"no divergence: {agreeing} module calls agree"]
     if trace.unpaired:
-        shown = ", ".join(trace.unpaired[:SHOWN]) + (f" and {len(trace.unpaired) - SHOWN} more" if len(trace.unpaired) > SHOWN else "")
+        shown = ", ".join(trace.unpaired[:SHOWN]) + (
+            f" and {len(trace.unpaired) - SHOWN} more" if len(trace.unpaired) > SHOWN else ""
+        )
         lines.append(f"  not paired: {shown}")
     return "\n".join(lines)
 
@@ -120,7 +126,8 @@ def leaf_lines(leaf: "ArrayDiff") -> list[str]:
     ulp = f", at most {leaf.ulp} ulp near the scale" if leaf.ulp is not None else ""
     lines = [
         f"  {name}: {leaf.reason}, {leaf.differing} of {leaf.elements}",
-        f"    worst at {leaf.worst}: actual {leaf.actual!r}, expected {leaf.expected!r}, largest difference {leaf.difference:.3g}{ulp}",
+        f"    worst at {leaf.worst}: actual {leaf.actual!r}, expected {leaf.expected!r}, "
+        f"largest difference {leaf.difference:.3g}{ulp}",
     ]
     if leaf.atol is not None:
         lines.append(f"    would pass at atol={leaf.atol:.3g}")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+
 @dataclass(frozen=True)
 class Shared:
     """An array that speaks DLPack, and the permutation of its axes that the reader has to make."""

@@ -95,7 +95,8 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
     renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
     index = indexed(targets, sides[1])
-    pairs, taken = [], {}
+    pairs: list[Pair] = []
+    taken: dict[str, Leaf] = {}
     for leaf in sources:
         found = None
         for name in names_in(leaf, sides[0], sides[1]):
@@ -218,7 +219,7 @@ def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
         )
     entry = leaf_rule(rules[0], torch_leaf.name, "torch") if rules else None
     layout = entry.layout if entry else AS_IS
-    if not rules and not torch_leaf.kinds or not rules and not flax_leaf.kinds:
+    if (not rules and not torch_leaf.kinds) or (not rules and not flax_leaf.kinds):
         layout = layout_by_name(flax_leaf.name, len(flax_leaf.shape))
     if not layout.fits(len(torch_leaf.shape)) or layout.shape(torch_leaf.shape) != flax_leaf.shape:
         wanted = layout.shape(torch_leaf.shape) if layout.fits(len(torch_leaf.shape)) else f"{len(layout.axes or ())} axes"
@@ -299,7 +300,9 @@ def conflicting_ties(pairs: list[Pair]) -> list[str]:
     ]
 
 
-def settings(rooms: tuple[ModuleType, ModuleType], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]) -> list[str]:
+def settings(
+    rooms: tuple[ModuleType, ModuleType], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]
+) -> list[str]:
     """Disagreements of all layers that both sides have under one path."""
     if sides[0] == sides[1]:
         return []

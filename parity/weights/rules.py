@@ -126,12 +126,16 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
         if isinstance(setting, Agree):
             wanted, got = torch_layer.settings(setting.torch), flax_layer.settings(setting.flax)
             if wanted != got:
-                found.append(f"{setting.torch}={wanted!r} in torch, {setting.flax}={got!r} in Flax; set {setting.flax}={wanted!r}")
+                found.append(
+                    f"{setting.torch}={wanted!r} in torch, {setting.flax}={got!r} in Flax; set {setting.flax}={wanted!r}"
+                )
         else:
             layer = torch_layer if setting.side == "torch" else flax_layer
             got = layer.settings(setting.setting)
             if got != setting.equals:
-                found.append(f"{setting.setting}={got!r} on the {setting.side} side, wanted {setting.equals!r}: {setting.because}")
+                found.append(
+                    f"{setting.setting}={got!r} on the {setting.side} side, wanted {setting.equals!r}: {setting.because}"
+                )
     computes = flax_layer.settings("dtype")
     holds = torch_layer.settings("parameter dtype")
     if rule and computes is not None and holds is not None and computes != holds:
