@@ -5,7 +5,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -94,10 +93,10 @@ def show(result: SuiteResult) -> None:
 def levels_table(result: SuiteResult) -> Table:
     """One row for each module and device: how many cases passed each level, of how many to which it applies."""
     # Wide enough for every name, narrow enough for 80 columns.
-    table = Table(title="torch_impl against jax_impl", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    table = Table(title="torch_impl against jax_impl\n", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("module", overflow="fold")
     for level in result.levels:
-        table.add_column(level, justify="right", min_width=9)
+        table.add_column(level, justify="right")
     groups: dict[tuple[str, str], list[CaseResult]] = {}
     for case in result.cases:
         groups.setdefault((case.module, case.device), []).append(case)

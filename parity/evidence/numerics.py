@@ -209,13 +209,15 @@ class Precision:
         return self.max_ratio <= 1 and self.rms_ratio <= 1
 
 
-# (factor on the ensemble's largest error, floor in u * scale, the same two for the root mean square).
-# float32 from 2,016 clean trials; the half precisions calibrated with benchmarks/calibrate_native.py.
+# Factor on the ensemble's largest error and floor in u * scale, then the same two for the root
+# mean square. float32: 2,016 clean trials. Half precision, with benchmarks/calibrate_native.py
+# (torch 2.13, jax 0.10, CPU): the mirror needs a factor of 1.0, a port with stock nnx.Linear and
+# jax.nn.softmax, which round twice, up to 2.0.
 PRECISION_RULE = {
     "float64": (4.0, 1.0, 3.0, 0.25),
     "float32": (4.0, 1.0, 3.0, 0.25),
-    "bfloat16": (4.0, 1.0, 3.0, 0.25),
-    "float16": (4.0, 1.0, 3.0, 0.25),
+    "bfloat16": (3.0, 0.5, 3.0, 0.25),
+    "float16": (3.0, 0.5, 3.0, 0.25),
 }
 
 
