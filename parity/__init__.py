@@ -10,9 +10,15 @@ from parity.errors import ParityError as ParityError
 from parity.errors import TransferError as TransferError
 from parity.evidence.compare import compare as compare
 from parity.evidence.diff import diff as diff
+from parity.evidence.result import LEVELS as LEVELS
+from parity.evidence.result import PROVES as PROVES
 from parity.evidence.result import Diff as Diff
 from parity.evidence.result import Report as Report
 from parity.evidence.result import Trace as Trace
 from parity.evidence.trace import trace as trace
+from parity.suite import CaseResult as CaseResult
+from parity.suite import SuiteResult as SuiteResult
+from parity.suite import check as check
+from parity.suite import environment as environment
 from parity.weights.transfer import Transfer as Transfer
 from parity.weights.transfer import transfer as transfer

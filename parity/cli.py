@@ -10,9 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parity.errors import ParityError
-from parity.evidence.result import LEVELS, PROVES
-from parity.suite import CaseResult, SuiteResult, check, environment
+import parity
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 # Failing cases that are shown whole; the rest is in --json.
@@ -22,21 +20,21 @@ SHOWN = 3
 def main() -> None:
     """Run the command line; an error of the user's is one message and exit status 2."""
     try:
-        app(standalone_mode=True)
-    except ParityError as error:
+        app(standalone_mode=True, prog_name="parity")
+    except parity.ParityError as error:
         Console(stderr=True).print(f"parity: {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
 
 
 @app.callback()
-def parity() -> None:
+def front() -> None:
     """Is this Flax model the same function as that PyTorch model, and if not, which line is wrong?"""
 
 
 @app.command("check")
 def check_command(
     device: Annotated[str, typer.Option(help="cpu, gpu or all")] = "cpu",
-    levels: Annotated[str, typer.Option(help=f"some of {','.join(LEVELS)}")] = ",".join(LEVELS),
+    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = ",".join(parity.LEVELS),
     module: Annotated[str, typer.Option(help="only modules whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = 0,
@@ -51,7 +49,7 @@ def check_command(
         def advance(number: int, total: int, name: str) -> None:
             bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
-        result = check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
+        result = parity.check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:
@@ -74,7 +72,7 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def show(result: SuiteResult) -> None:
+def show(result: parity.SuiteResult) -> None:
     """The table, what was skipped, and the first cases that failed."""
     console = Console(soft_wrap=False)
     console.print(levels_table(result))
@@ -90,14 +88,14 @@ def show(result: SuiteResult) -> None:
     console.print(summary(result), highlight=False, soft_wrap=True)
 
 
-def levels_table(result: SuiteResult) -> Table:
+def levels_table(result: parity.SuiteResult) -> Table:
     """One row for each module and device: how many cases passed each level, of how many to which it applies."""
     # Wide enough for every name, narrow enough for 80 columns.
     table = Table(title="torch_impl against jax_impl\n", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("module", overflow="fold")
     for level in result.levels:
         table.add_column(level, justify="right")
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    groups: dict[tuple[str, str], list[parity.CaseResult]] = {}
     for case in result.cases:
         groups.setdefault((case.module, case.device), []).append(case)
     for (module, device), cases in groups.items():
@@ -110,7 +108,7 @@ def levels_table(result: SuiteResult) -> Table:
     return table
 
 
-def cell(cases: list[CaseResult], level: str) -> str:
+def cell(cases: list[parity.CaseResult], level: str) -> str:
     found = [r for case in cases if case.report for r in case.report.levels if r.level == level]
     applies = [r for r in found if r.status != "not applicable"]
     passed = sum(r.passed for r in applies)
@@ -120,7 +118,7 @@ def cell(cases: list[CaseResult], level: str) -> str:
     return text if passed == len(applies) else f"[red]{text}[/red]"
 
 
-def summary(result: SuiteResult) -> str:
+def summary(result: parity.SuiteResult) -> str:
     """The verdict in one line, then the figures and what they were measured with."""
     figures, ran = result.figures(), result.ran
     passed = sum(case.passed for case in ran)
@@ -145,7 +143,7 @@ def summary(result: SuiteResult) -> str:
 def levels_command() -> None:
     """What each level of the ladder proves."""
     table = Table(show_header=False, box=None)
-    for level, meaning in PROVES.items():
+    for level, meaning in parity.PROVES.items():
         table.add_row(level, meaning)
     Console().print(table)
 
@@ -153,7 +151,7 @@ def levels_command() -> None:
 @app.command("env")
 def env_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Versions, devices and what is missing."""
-    found = environment()
+    found = parity.environment()
     if as_json:
         print(json.dumps(found, indent=1))
         return
