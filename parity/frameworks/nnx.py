@@ -35,17 +35,35 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array)
 
 
+def unreadable(array: Any) -> str:
+    """Why an array has no values that NumPy could hold, '' if it has."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return "is abstract and holds no values; it can be a target of transfer, not a source"
+    if isinstance(array, jax.core.Tracer):
+        return "is being traced and holds no values; call outside jit, grad and vmap"
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return "is spread over several machines and cannot be read from one of them"
+    if not isinstance(array, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        return f"holds a {type(array).__name__}, not an array; leave it out with ignore"
+    return ""
+
+
 def to_numpy(array: Any) -> np.ndarray:
     """The array as NumPy, sharing its memory where that is on the host.
 
     Raises:
         InputError: the array has no values, or lies partly on another machine.
     """
-    if isinstance(array, jax.ShapeDtypeStruct):
-        raise InputError("an abstract array holds no values; it can be a target of transfer, not a source")
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        raise InputError("an array that is spread over several machines cannot be read from one of them")
-    return np.asarray(array)
+    if unreadable(array):
+        raise InputError(f"an array {unreadable(array)}")
+    return np.asarray(array) if hasattr(array, "dtype") else np.asarray(array, dtype_name(array))
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name; of a Python number that of the array that jax would make; of anything else its type's."""
+    if isinstance(array, bool | int | float | complex):
+        return str(jnp.result_type(array))
+    return str(getattr(array, "dtype", type(array).__name__))
 
 
 def walk(
@@ -94,15 +112,15 @@ def role_of(variable: Any) -> Role:
 
 
 def make_leaf(path: str, owner: str, name: str, names: tuple[str, ...], role: Role, identity: Hashable, array: Any) -> Leaf:
+    shape, dtype, reason = tuple(getattr(array, "shape", ())), dtype_name(array), unreadable(array)
     if role == "random state":
-        shape, dtype = (), "key"
-    else:
-        shape, dtype = tuple(np.shape(array)), str(array.dtype)
+        shape, dtype, reason = (), "key", ""
 
-    def share(axes: tuple[int, ...]) -> Shared:
-        return Shared(array, axes)
+    def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
+        lendable = isinstance(array, jax.Array) and len(array.devices()) == 1
+        return Shared(array, axes) if lendable else to_numpy(array).transpose(axes)
 
-    return Leaf(path, owner, name, names, shape, dtype, role, identity, lambda: to_numpy(array), share)
+    return Leaf(path, owner, name, names, shape, dtype, role, identity, lambda: to_numpy(array), share, reason)
 
 
 def leaves(value: Any) -> list[Leaf]:
@@ -133,8 +151,8 @@ def layers(value: Any) -> list[Layer]:
     if not is_model(value):
         return []
     return [
-        Layer(".".join(torch_path), kinds(node), setting_reader(node))
-        for _, torch_path, node in walk(value)
+        Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path))
+        for path, torch_path, node in walk(value)
         if isinstance(node, nnx.Module)
     ]
 
@@ -149,60 +167,62 @@ def setting_reader(module: Any) -> Callable[[str], Any]:
     return read
 
 
-def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[Any, set[str]]:
+def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """Write arrays into a module in place, or make a state of them.
 
     Args:
         value: the target.
-        arrays: NumPy arrays, or objects that speak DLPack where `shared`, by path.
-        shared: let the target use the arrays' own memory where jax can.
+        arrays: by path; NumPy arrays are copied, `Shared` ones keep their memory where jax can.
 
     Returns:
         The filled module or the new state, and the paths whose memory is shared.
-
-    Raises:
-        InputError: an array is 64 bits wide and jax runs without 64-bit types.
     """
     if is_model(value):
         variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, nnx.Variable)}
     else:
-        variables = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(value)}
-    new, done = (shared_arrays if shared else copied_arrays)(arrays, {p: content(v) for p, v in variables.items()})
+        # The variables of a state are those of the module it was taken from: those stay as they are.
+        copies: dict[int, Any] = {}
+        flat = {
+            keys: copies.setdefault(id(leaf), leaf.copy() if isinstance(leaf, nnx.Variable) else leaf)
+            for keys, leaf in nnx.to_flat_state(value)
+        }
+        variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
+    new = copied_arrays({p: a for p, a in arrays.items() if not isinstance(a, Shared)}, variables)
+    lent, done = shared_arrays({p: a for p, a in arrays.items() if isinstance(a, Shared)})
+    new |= lent
+    for path, variable in variables.items():
+        if path in new and isinstance(variable, nnx.Variable):
+            variable.set_value(new[path])
+    seed_abstract(variables)
     if is_model(value):
-        for path, array in new.items():
-            variables[path].set_value(array)
-        seed_abstract(variables)
         return value, done
-    flat: dict[Any, Any] = {}
-    for keys, leaf in nnx.to_flat_state(value):
-        array = new.get(".".join(map(str, keys)))
-        flat[keys] = leaf if array is None else leaf.replace(array) if isinstance(leaf, nnx.Variable) else array
+    for keys, leaf in flat.items():
+        flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(str, keys)), leaf)
     return nnx.from_flat_state(flat), done
 
 
 def seed_abstract(variables: Mapping[str, Any]) -> None:
-    """Give random state without values, as `nnx.eval_shape` leaves it, keys of seed 0: no source has any."""
-    for variable in variables.values():
+    """Give random state without values, as `nnx.eval_shape` leaves it, keys from seed 0: no source has any."""
+    for index, variable in enumerate(variables.values()):
         state = content(variable)
         if isinstance(variable, nnx.RngState) and isinstance(state, jax.ShapeDtypeStruct):
-            key = isinstance(variable, nnx.RngKey)
-            seeded = jax.random.key(0) if not state.shape else jax.random.split(jax.random.key(0), state.shape)
-            variable.set_value(seeded if key else jnp.zeros(state.shape, state.dtype))
+            # Each its own, so that no two dropout layers draw the same mask.
+            key = jax.random.fold_in(jax.random.key(0), index)
+            seeded = jax.random.split(key, state.shape) if state.shape else key
+            variable.set_value(seeded if isinstance(variable, nnx.RngKey) else jnp.zeros(state.shape, state.dtype))
 
 
-def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    refuse_narrowing(arrays)
+def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> dict[str, Any]:
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
     # here. What is strided it must copy itself, and one call for all of them is the fastest.
     own = {
         path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
     }
-    places = {path: place(targets[path]) for path in own}
-    return jax.block_until_ready(jax.device_put(own, places)), set()
+    places = {path: place(content(targets[path])) for path in own}
+    return jax.block_until_ready(jax.device_put(own, places))
 
 
-def shared_arrays(arrays: Mapping[str, Any], targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    refuse_narrowing({path: shared.array for path, shared in arrays.items()})
+def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:
     new, done = {}, set()
     for path, shared in arrays.items():
         array = jax.dlpack.from_dlpack(shared.array)
@@ -228,14 +248,16 @@ def place(target: Any) -> Any:
     return target.sharding if isinstance(target, jax.Array) and target.committed else None
 
 
-def refuse_narrowing(arrays: Mapping[str, Any]) -> None:
-    wide = [path for path, array in arrays.items() if str(array.dtype).removeprefix("torch.") in ("float64", "int64", "uint64")]
-    if wide and not jax.config.jax_enable_x64:
-        raise InputError(
-            f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''} would be cut from "
-            f"{arrays[wide[0]].dtype} to 32 bits, because jax runs without 64-bit types; "
-            'call jax.config.update("jax_enable_x64", True) first, or pass cast="float32"'
-        )
+def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
+    """Why a module or state cannot take arrays of these dtypes, by path; one sentence each."""
+    wide = [path for path, dtype in dtypes.items() if dtype in ("float64", "int64", "uint64", "complex128")]
+    if not wide or jax.config.jax_enable_x64:
+        return []
+    return [
+        f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''} would be cut from "
+        f"{dtypes[wide[0]]} to 32 bits, because jax runs without 64-bit types; "
+        'call jax.config.update("jax_enable_x64", True) first, or pass cast="target"'
+    ]
 
 
 def problems_before_running(model: Any) -> list[str]:

@@ -2,13 +2,14 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.errors import InputError, first_line
@@ -24,6 +25,9 @@ BITS = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+    torch.float8_e8m0fnu: (torch.uint8, ml_dtypes.float8_e8m0fnu),
 }
 
 
@@ -47,16 +51,23 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def unreadable(tensor: Tensor) -> str:
+    """Why a tensor has no values that NumPy could hold, '' if it has."""
+    if tensor.is_meta:
+        return "is on the meta device and holds no values; load or initialise the model first"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is not dense, it has layout {tensor.layout} and dtype {dtype_name(tensor)}; use .to_dense() or .dequantize()"
+    return ""
+
+
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The tensor as NumPy, sharing its memory where that is on the host.
 
     Raises:
         InputError: the tensor holds no values, or is sparse or quantised.
     """
-    if tensor.is_meta:
-        raise InputError("a tensor on the meta device holds no values; load or initialise the model first")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise InputError(f"only dense tensors can be read, got layout {tensor.layout}, dtype {tensor.dtype}; use .to_dense()")
+    if unreadable(tensor):
+        raise InputError(f"a tensor {unreadable(tensor)}")
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype in BITS:
         bits, dtype = BITS[tensor.dtype]
@@ -93,25 +104,46 @@ def kinds(module: nn.Module) -> tuple[str, ...]:
 
 def make_leaf(path: str, tensor: Tensor, names: tuple[str, ...], role: Role) -> Leaf:
     owner, name = split(path)
-    storage = tensor.untyped_storage().data_ptr() if not tensor.is_meta and tensor.layout == torch.strided else id(tensor)
-    identity = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if storage else id(tensor)
 
-    def share(axes: tuple[int, ...]) -> Shared:
-        # jax cannot permute without a copy, but it takes strides as they come.
+    def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
+        if not dense(tensor):
+            return to_numpy(tensor).transpose(axes)
+        # jax cannot permute without a copy, but it takes the strides of a permuted array as they come.
         return Shared(tensor.detach().permute(axes), tuple(range(tensor.ndim)))
 
-    return Leaf(
-        path, owner, name, names, tuple(tensor.shape), dtype_name(tensor), role, identity, lambda: to_numpy(tensor), share
-    )
+    def read() -> np.ndarray:
+        return to_numpy(tensor)
+
+    dtype, reason = dtype_name(tensor), unreadable(tensor)
+    return Leaf(path, owner, name, names, tuple(tensor.shape), dtype, role, identity_of(tensor), read, share, reason)
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the elements lie without gaps or overlaps, in whatever order of the axes: others cannot be lent to jax."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis])).is_contiguous()
+
+
+def identity_of(tensor: Tensor) -> Hashable:
+    """Equal for two tensors exactly if they are the same elements of one memory."""
+    memory = tensor.untyped_storage().data_ptr() if not unreadable(tensor) else 0
+    return (memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if memory else id(tensor)
 
 
 def leaves(value: Any) -> list[Leaf]:
-    """Parameters and persistent buffers in the order of the state_dict, tied ones under each name."""
+    """Parameters and persistent buffers in the order of the state_dict, tied ones under each name.
+
+    Raises:
+        InputError: a lazy module has not seen an input yet.
+    """
     if not is_model(value):
         return [make_leaf(path, tensor, (), "parameter") for path, tensor in value.items()]
     modules = dict(value.named_modules(remove_duplicate=False))
     parameters = {path for path, _ in value.named_parameters(remove_duplicate=False)}
     found = []
+    lazy = [path for path, tensor in value.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        raise InputError(f"{', '.join(lazy)} of a lazy module has no shape yet; run the model once on an example first")
     for path, tensor in value.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             owner = modules.get(split(path)[0])
@@ -124,7 +156,8 @@ def layers(value: Any) -> list[Layer]:
     """Every module under its path, the root as ''."""
     if not is_model(value):
         return []
-    return [Layer(path, kinds(module), setting_reader(module)) for path, module in value.named_modules(remove_duplicate=False)]
+    modules = value.named_modules(remove_duplicate=False)
+    return [Layer(path, kinds(module), setting_reader(module), path) for path, module in modules]
 
 
 def setting_reader(module: nn.Module) -> Callable[[str], Any]:
@@ -137,29 +170,48 @@ def setting_reader(module: nn.Module) -> Callable[[str], Any]:
     return read
 
 
-def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[Any, set[str]]:
+def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
+    """Why a module cannot take arrays of these dtypes, by path; one sentence each. A tree can take any."""
+    if not is_model(value):
+        return []
+    existing = value.state_dict(keep_vars=True)
+    found = []
+    for path in dtypes:
+        tensor = existing[path]
+        if tensor.is_meta:
+            found.append(f'{path} of the target is on the meta device; call .to_empty(device="cpu") on the model first')
+        elif tensor.layout != torch.strided or tensor.is_quantized:
+            found.append(f"{path} of the target {unreadable(tensor)}")
+        elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            found.append(f"{path} of the target holds one element for several; make it a .clone() first")
+        elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+            found.append(f"{path} of the target was made in inference mode and cannot be written; make it outside")
+    return found
+
+
+def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """Write arrays into a module in place, or make a state_dict of them.
 
     Args:
         value: the target.
-        arrays: NumPy arrays, or objects that speak DLPack where `shared`, by path.
-        shared: let the target use the arrays' own memory where it can.
+        arrays: by path; NumPy arrays are copied, `Shared` ones keep their memory where that can be.
 
     Returns:
         The filled module or the new state_dict, and the paths whose memory is shared.
     """
+    shared = {path for path, array in arrays.items() if isinstance(array, Shared)}
     tensors = {
-        path: torch.utils.dlpack.from_dlpack(a.array).permute(a.axes) if shared else from_numpy(a) for path, a in arrays.items()
+        path: torch.utils.dlpack.from_dlpack(a.array).permute(a.axes) if path in shared else from_numpy(a)
+        for path, a in arrays.items()
     }
     if not is_model(value):
-        new = {path: tensors[path] if shared else tensors[path].clone() for path in tensors}
-        return {path: new[path] if path in new else tensor.detach().clone() for path, tensor in value.items()}, set(tensors)
+        return new_state_dict(value, tensors, shared), shared
     existing = value.state_dict(keep_vars=True)
     done: set[str] = set()
     with torch.no_grad():
         for path, tensor in tensors.items():
             target = existing[path]
-            if shared and target.device == tensor.device:
+            if path in shared and target.device == tensor.device:
                 target.data = tensor
                 done.add(path)
             elif target.dtype != tensor.dtype:
@@ -168,6 +220,20 @@ def fill(value: Any, arrays: Mapping[str, Any], shared: bool = False) -> tuple[A
             else:
                 target.copy_(tensor)
     return value, done
+
+
+def new_state_dict(value: Mapping[str, Tensor], tensors: Mapping[str, Tensor], shared: set[str]) -> dict[str, Tensor]:
+    """A state_dict like `value` with new values, contiguous and on the old devices; what was tied is tied again."""
+    made: dict[Hashable, Tensor] = {}
+    for path, tensor in tensors.items():
+        old = value[path]
+        device = tensor.device if old.is_meta else old.device
+        # The clone is wanted also where the device is the same: `tensor` is the source's own memory.
+        copied = tensor.clone(memory_format=torch.contiguous_format).to(device)
+        made[identity_of(old)] = tensor if path in shared else copied
+    for tensor in value.values():
+        made.setdefault(identity_of(tensor), tensor.detach().clone())
+    return {path: made[identity_of(tensor)] for path, tensor in value.items()}
 
 
 def problems_before_running(model: nn.Module) -> list[str]:

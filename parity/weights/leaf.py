@@ -33,7 +33,8 @@ class Leaf:
         role: random state has no counterpart elsewhere and never travels.
         identity: equal for two leaves exactly if they are one array under two names.
         read: the array as NumPy, not to be written into; it may share the model's memory.
-        share: the array with its axes permuted, sharing the model's memory.
+        share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
+        unreadable: why the array has no values that could be read; empty if it has.
     """
 
     path: str
@@ -45,7 +46,8 @@ class Leaf:
     role: Role
     identity: Hashable
     read: Callable[[], np.ndarray] = field(compare=False, repr=False)
-    share: Callable[[tuple[int, ...]], Shared] = field(compare=False, repr=False)
+    share: Callable[[tuple[int, ...]], Shared | np.ndarray] = field(compare=False, repr=False)
+    unreadable: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class Layer:
         path: dotted path in torch's words.
         kinds: public names of its classes along the MRO.
         settings: its attributes.
+        own_path: dotted path in the framework's own words.
     """
 
     path: str
     kinds: tuple[str, ...]
     settings: Callable[[str], Any] = field(compare=False, repr=False)
+    own_path: str = ""

@@ -1,8 +1,9 @@
 """Which leaf belongs to which: every leaf on both sides accounted for, before anything is read."""
 
 import fnmatch
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -10,8 +11,8 @@ from parity.errors import TransferError, listed
 from parity.frameworks import owner_of
 from parity.weights.layouts import AS_IS, Layout
 from parity.weights.leaf import Leaf
-from parity.weights.paths import Rename, join, natural, nearest, split
-from parity.weights.rules import TORCH_NAMES, Rule, disagreements, layout_by_name, leaf_rule, rule_for
+from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, split, wrapper
+from parity.weights.rules import TORCH_NAMES, disagreements, layout_by_name, leaf_rule, rule_for
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,6 @@ class Pairing:
             raise TransferError(listed(f"{what}; nothing was written", self.problems), self.problems)
 
 
-@dataclass(frozen=True)
-class Named:
-    """A leaf under the names by which its counterpart may look for it."""
-
-    leaf: Leaf
-    rule: Rule | None
-    keys: tuple[str, ...] = field(default=())
-
-
 def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] = ()) -> Pairing:
     """Pair the leaves of two models or trees of either framework.
 
@@ -97,16 +89,15 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
     index = indexed(targets, sides[1])
     pairs: list[Pair] = []
     taken: dict[str, Leaf] = {}
+    stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
-        found = None
-        for name in names_in(leaf, sides[0], sides[1]):
-            new, key = renames.apply(name)
-            used |= {key} if key is not None else set()
-            found = index.get(new)
-            if found:
-                break
+        names = [renames.apply(name) for name in names_in(leaf, sides[0], sides[1])]
+        used |= {key for _, key in names if key is not None}
+        # Where the caller gave a name, no derived one counts.
+        names = [(new, key) for new, key in names if key is not None] or names
+        found = next((index[new] for new, _ in names if new in index), None)
         if found is None or len(found) > 1:
-            problems.append(unexpected(leaf, renames, targets, found, sides))
+            stray.append((leaf, found))
             continue
         if found[0].path in taken:
             problems.append(f"{leaf.path} and {taken[found[0].path].path} both lead to {found[0].path}; rename one of them")
@@ -115,13 +106,17 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
         made = make_pair(leaf, found[0], sides)
         problems += [made] if isinstance(made, str) else []
         pairs += [made] if isinstance(made, Pair) else []
+    # A further name of an array that has travelled needs no counterpart.
+    travelled = {p.source.identity for p in pairs}
+    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
     for leaf in targets:
         if leaf.path not in taken:
             problems.append(missing(leaf, sources, taken, sides))
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
-    kept, lost = ties(pairs, sides)
+    kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
+    problems = wrapped(sources, targets, problems, sides) + problems
     return Pairing(
         rooms[0],
         rooms[1],
@@ -178,10 +173,12 @@ def owners(leaf: Leaf) -> list[str]:
     own = split(leaf.path)[0]
     found = [leaf.owner, own]
     if not leaf.kinds:
-        # In a tree nothing tells an nnx.Sequential from a list that is called layers.
+        # In a tree nothing tells an nnx.Sequential from a list that is called layers: any of them may be one.
         parts = own.split(".")
         numbered = [i for i, part in enumerate(parts[:-1]) if part == "layers" and parts[i + 1].isdigit()]
-        found.append(".".join(part for i, part in enumerate(parts) if i not in numbered))
+        for count in range(1, len(numbered) + 1):
+            for gone in itertools.combinations(numbered, count):
+                found.append(".".join(part for i, part in enumerate(parts) if i not in gone))
     return list(dict.fromkeys(found))
 
 
@@ -201,7 +198,9 @@ def indexed(leaves: list[Leaf], side: str) -> dict[str, list[Leaf]]:
 def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
     """The names by which a source leaf looks for its counterpart, likeliest first."""
     names = [join(owner, torch_name(leaf, side)) for owner in owners(leaf)]
-    return list(dict.fromkeys([leaf.path, *names] if side == other else [*names, leaf.path]))
+    # In a tree torch's name is a guess: it stands behind the leaf's own.
+    own_first = side == other or not leaf.kinds
+    return list(dict.fromkeys([leaf.path, *names] if own_first else [*names, leaf.path]))
 
 
 def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
@@ -217,10 +216,14 @@ def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
             f"{torch_leaf.path} belongs to a {rules[0].torch} and {flax_leaf.path} to a {rules[1].flax}; "
             f"the counterpart of {rules[0].torch} is {rules[0].flax}"
         )
-    entry = leaf_rule(rules[0], torch_leaf.name, "torch") if rules else None
+    entry = leaf_rule(rule_for(torch_leaf.kinds), torch_leaf.name, "torch")
+    entry = entry or leaf_rule(rule_for(flax_leaf.kinds), flax_leaf.name, "flax")
+    if entry and len(rules) < 2 and torch_leaf.name == flax_leaf.name and entry.torch != entry.flax:
+        # A layer of the user's own that keeps the other framework's name keeps its layout too.
+        entry = None
     layout = entry.layout if entry else AS_IS
-    if (not rules and not torch_leaf.kinds) or (not rules and not flax_leaf.kinds):
-        layout = layout_by_name(flax_leaf.name, len(flax_leaf.shape))
+    if not rules and not (torch_leaf.kinds and flax_leaf.kinds):
+        layout = layout_by_name(torch_leaf.name, flax_leaf.name, len(flax_leaf.shape))
     if not layout.fits(len(torch_leaf.shape)) or layout.shape(torch_leaf.shape) != flax_leaf.shape:
         wanted = layout.shape(torch_leaf.shape) if layout.fits(len(torch_leaf.shape)) else f"{len(layout.axes or ())} axes"
         hint = ""
@@ -265,18 +268,36 @@ def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
 
 
-def ties(pairs: list[Pair], sides: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: tuple[str, ...]) -> list[str]:
+    """What to do about names that differ because one of the models is wrapped."""
+    source, target = [leaf.path for leaf in sources], [leaf.path for leaf in targets]
+    found = []
+    for role, paths, others in (("source", source, target), ("target", target, source)) if problems else ():
+        prefix = wrapper(paths, others)
+        if prefix:
+            rename = {prefix: ""} if role == "source" or sides[0] != sides[1] else {"": prefix}
+            found.append(
+                f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; "
+                f"give the model inside it, .{prefix}, or pass rename={rename}"
+            )
+        computed = [path for path in paths if ".parametrizations." in f".{path}"]
+        if computed:
+            found.append(
+                f"{computed[0]} of the {role} is what a parametrization computes a parameter from; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on that layer first"
+            )
+    return found
+
+
+def ties(pairs: list[Pair], sources: list[Leaf], sides: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The groups of source names that are one array, and the ties that only one side has."""
     lost = []
-    groups = {}
     for mine, theirs, where in (("source", "target", sides[1]), ("target", "source", sides[0])):
         by_identity: dict[Any, list[Pair]] = {}
         for p in pairs:
             by_identity.setdefault(getattr(p, mine).identity, []).append(p)
-        tied = [group for group in by_identity.values() if len(group) > 1]
-        groups[mine] = tuple(tuple(getattr(p, mine).path for p in group) for group in tied)
-        for group in tied:
-            if len({getattr(p, theirs).identity for p in group}) > 1:
+        for group in by_identity.values():
+            if len(group) > 1 and len({getattr(p, theirs).identity for p in group}) > 1:
                 names = " and ".join(sorted((getattr(p, mine).path for p in group), key=natural))
                 others = " and ".join(sorted((getattr(p, theirs).path for p in group), key=natural))
                 where_ = "Flax" if where == "flax" else "torch"
@@ -284,7 +305,10 @@ def ties(pairs: list[Pair], sides: tuple[str, ...]) -> tuple[tuple[tuple[str, ..
                     f"{names} are one array, but {others} are separate in {where_}: outputs agree, "
                     "training does not; share one parameter there"
                 )
-    return groups["source"], tuple(lost)
+    groups: dict[Any, list[str]] = {}
+    for leaf in sources:
+        groups.setdefault(leaf.identity, []).append(leaf.path)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1), tuple(lost)
 
 
 def conflicting_ties(pairs: list[Pair]) -> list[str]:
@@ -306,10 +330,12 @@ def settings(
     """Disagreements of all layers that both sides have under one path."""
     if sides[0] == sides[1]:
         return []
-    other = {layer.path: layer for layer in rooms[1].layers(target)}
+    layers = rooms[1].layers(target)
+    other = {layer.own_path: layer for layer in layers} | {layer.path: layer for layer in layers}
     found = []
     for layer in rooms[0].layers(source):
-        twin = other.get(renames.apply(layer.path)[0]) or other.get(layer.path)
+        names = [*(renames.apply(path)[0] for path in (layer.path, layer.own_path)), layer.path]
+        twin = next((other[name] for name in names if name in other), None)
         if twin:
             found += disagreements(layer, twin) if sides[0] == "torch" else disagreements(twin, layer)
     return found

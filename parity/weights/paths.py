@@ -40,6 +40,21 @@ def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
     return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15]
 
 
+# What wrappers put in front of the names of the model inside, and how to get at that model.
+WRAPPERS = {
+    "_orig_mod": "torch.compile puts that there",
+    "module": "torch.nn.DataParallel and DistributedDataParallel put that there",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel puts that there",
+}
+
+
+def wrapper(paths: list[str], others: list[str]) -> str | None:
+    """The prefix that a wrapper gave to all of the first paths and to none of the others."""
+    first = {path.partition(".")[0] for path in paths}
+    found = next(iter(first)) if len(first) == 1 else ""
+    return found if found in WRAPPERS and not any(path.startswith(f"{found}.") for path in others) else None
+
+
 class Rename:
     """A mapping from names on the torch side to names on the Flax side, usable in both directions.
 
@@ -53,6 +68,8 @@ class Rename:
     """
 
     def __init__(self, mapping: Mapping[str, str] | None):
+        if not isinstance(mapping, Mapping | None) or not all(isinstance(n, str) for kv in (mapping or {}).items() for n in kv):
+            raise InputError(f"rename must be a mapping from names to names, got {mapping!r}")
         self.mapping = dict(mapping or {})
         problems = []
         for key, value in self.mapping.items():
@@ -74,7 +91,7 @@ class Rename:
         for key, pattern, value in self._patterns:
             match = pattern.match(path)
             if match:
-                filled = re.sub(r"\{(\w+)\}", lambda hole: match.group(hole.group(1)), value)  # noqa: B023
+                filled = re.sub(r"\{(\w+)\}", lambda hole: match.group(f"hole_{hole.group(1)}"), value)  # noqa: B023
                 return join(filled, path[match.end() :].lstrip(".")), key
         return path, None
 
@@ -88,7 +105,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     for part in re.split(r"(\{\w+\})", pattern):
         if part.startswith("{") and part.endswith("}"):
             name = part[1:-1]
-            body += rf"(?P<{name}>\d+)" if len(name) == 1 else rf"(?P<{name}>[^.]+)"
+            body += rf"(?P<hole_{name}>\d+)" if len(name) == 1 else rf"(?P<hole_{name}>[^.]+)"
         else:
             body += re.escape(part)
     # Up to the end of a path or of one of its parts.

@@ -4,7 +4,6 @@ One row serves both directions. A composite of mirrored names needs no row; a ne
 is one row here and one row in its test.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,9 +112,9 @@ def leaf_rule(rule: Rule | None, name: str, side: Literal["torch", "flax"]) -> L
     return None
 
 
-def layout_by_name(flax_name: str, ndim: int) -> Layout:
-    """The layout of a leaf of a tree, where only its name and rank are known."""
-    return TRANSPOSED if flax_name == "kernel" and ndim == 2 else AS_IS
+def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Layout:
+    """The layout of a leaf of a tree, where only its names and rank are known."""
+    return TRANSPOSED if (torch_name, flax_name, ndim) == ("weight", "kernel", 2) else AS_IS
 
 
 def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
@@ -141,6 +140,3 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     if rule and computes is not None and holds is not None and computes != holds:
         found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; leave dtype out")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
-
-
-Reader = Callable[[str], Any]

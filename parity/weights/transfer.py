@@ -109,13 +109,15 @@ def transfer(
 
     Raises:
         InputError: source or target is neither a model nor a tree, or `cast` is no dtype.
-        TransferError: leaves without counterpart, shapes or dtypes that do not fit.
+        TransferError: leaves without counterpart or values, shapes or dtypes that do not fit.
         MissingFrameworkError: a framework that is needed is not installed.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     pairing = pair(source, target, rename=rename, ignore=ignore)
     dtypes = {p.target.path: wanted_dtype(p, cast) for p in pairing.pairs}
     problems = pairing.problems + dtype_problems(pairing, cast)
+    problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
+    problems += tuple(pairing.target.refusals(target, dtypes))
     if not pairing.pairs and not problems:
         problems = ("neither side has parameters that could travel",)
     if problems:
@@ -124,12 +126,7 @@ def transfer(
     lost = [overflow(p, arrays[p.target.path]) for p in pairing.pairs if dtypes[p.target.path] != p.source.dtype]
     if any(lost):
         raise TransferError(listed("transfer refused, nothing was written", [s for s in lost if s]), [s for s in lost if s])
-    shared_now = {path: a for path, a in arrays.items() if not isinstance(a, np.ndarray)}
-    own_memory = {path: a for path, a in arrays.items() if isinstance(a, np.ndarray)}
-    value, _ = pairing.target.fill(target, own_memory)
-    done: set[str] = set()
-    if shared_now:
-        value, done = pairing.target.fill(value, shared_now, shared=True)
+    value, done = pairing.target.fill(target, arrays)
     return Transfer(
         value,
         tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
@@ -142,27 +139,38 @@ def transfer(
 
 
 def wanted_dtype(p: Pair, cast: str | None) -> str:
-    """The dtype of a leaf on arrival. Integers and booleans keep theirs."""
-    if cast is None or not is_float(p.source.dtype):
+    """The dtype of a leaf on arrival. What is no float keeps its own, unless it is to take on the target's."""
+    if cast in (None, "source") or kind(p.source.dtype) != kind(p.target.dtype):
         return p.source.dtype
-    return {"target": p.target.dtype, "source": p.source.dtype}.get(cast, cast)
+    return p.target.dtype if cast == "target" else cast if is_float(p.source.dtype) else p.source.dtype
 
 
 def dtype_problems(pairing: Pairing, cast: str | None) -> tuple[str, ...]:
     if cast not in (None, "target", "source") and not is_float(str(cast)):
         raise InputError(f'cast must be None, "target", "source" or the name of a floating point dtype, got {cast!r}')
-    if cast is not None:
-        return ()
-    unequal = [p for p in pairing.pairs if p.source.dtype != p.target.dtype]
     return tuple(
         f"{p.source.path} is {p.source.dtype} and {p.target.path} {p.target.dtype}; "
-        'pass cast="target" to round, or cast="source" to let the target take on the source\'s dtype'
-        for p in unequal
+        + (
+            'pass cast="target" to round, or cast="source" to let the target take on the source\'s dtype'
+            if kind(p.source.dtype) == kind(p.target.dtype)
+            else "no cast leads from one to the other; give both the same kind of dtype"
+        )
+        for p in pairing.pairs
+        if p.source.dtype != p.target.dtype and (cast is None or kind(p.source.dtype) != kind(p.target.dtype))
     )
 
 
+# Those that both frameworks have.
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
 def is_float(dtype: str) -> bool:
-    return "float" in dtype and (hasattr(np, dtype) or hasattr(ml_dtypes, dtype))
+    return dtype in FLOATS
+
+
+def kind(dtype: str) -> str:
+    """`float` for any floating point dtype, `int` for any integer one, otherwise the dtype itself."""
+    return next((name for name in ("float", "complex", "int") if name in dtype), dtype)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -174,14 +182,18 @@ def travelled(p: Pair, dtype: str, copy: bool) -> Any:
     if not copy and dtype == p.source.dtype == p.target.dtype:
         return p.source.share(p.layout.permutation(len(p.source.shape)))
     array = p.layout.apply(p.source.read())
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return array if dtype == p.source.dtype else array.astype(numpy_dtype(dtype))
 
 
 def overflow(p: Pair, array: np.ndarray) -> str:
     """Why a cast would lose more than digits, '' if it does not."""
-    gone = int(np.isinf(array.astype(np.float64)).sum() - np.isinf(p.source.read().astype(np.float64)).sum())
-    return f"{gone} values of {p.source.path} overflow {array.dtype} and would become infinite" if gone else ""
+    before = p.layout.apply(p.source.read())
+    if not is_float(p.source.dtype):
+        gone = int((array != before).sum())
+        return f"{gone} values of {p.source.path} do not fit {array.dtype}" if gone else ""
+    gone = int((np.isfinite(before.astype(np.float64)) & ~np.isfinite(array.astype(np.float64))).sum())
+    return f"{gone} values of {p.source.path} overflow {array.dtype} and would become infinite or NaN" if gone else ""
 
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:
