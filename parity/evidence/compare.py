@@ -49,9 +49,7 @@ def compare(
         InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
         MissingFrameworkError: a framework is not installed.
     """
-    chosen, ways = checked_levels(levels), tuple(modes)
-    if not ways or not set(ways) <= {"compiled", "eager"}:
-        raise InputError(f"modes must be 'compiled', 'eager' or both, got {', '.join(map(repr, ways)) or 'nothing'}")
+    chosen, ways = checked_levels(levels), checked_modes(modes)
     subject = Subject(
         torch_model,
         flax_model,
@@ -122,13 +120,19 @@ def refusals(subject: Subject) -> LevelResult | None:
         InputError: both do.
     """
     errors = {}
-    for side, name in (("torch_native", "torch"), ("flax_native", "flax")):
-        try:
-            getattr(subject, side)
-        except InputError:
-            raise
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    try:
+        subject.torch_native  # noqa: B018
+    except InputError:
+        raise
+    except Exception as error:
+        errors["torch"] = f"{type(error).__name__}: {first_line(error)}"
+    try:
+        # What Flax is asked for depends on torch's outputs, so without them it is asked for less.
+        subject.flax.evaluate(subject.flax_model, subject.call) if errors else subject.flax_native
+    except InputError:
+        raise
+    except Exception as error:
+        errors["flax"] = f"{type(error).__name__}: {first_line(error)}"
     if len(errors) == 2:
         raise InputError(f"both models refuse these inputs. torch: {errors['torch']}. Flax: {errors['flax']}")
     if not errors:
@@ -139,8 +143,20 @@ def refusals(subject: Subject) -> LevelResult | None:
     return LevelResult("structure", "failed", "one side refuses the inputs", findings=(finding,))
 
 
+def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:
+    ways = names(modes)
+    if not ways or any(way not in ("compiled", "eager") for way in ways):
+        raise InputError(f"modes must be 'compiled', 'eager' or both, got {', '.join(map(repr, ways)) or 'nothing'}")
+    return ways
+
+
+def names(given: Any) -> tuple[Any, ...]:
+    """One name or several; what is neither becomes the only, unknown, name."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
 def checked_levels(levels: Iterable[str] | None) -> tuple[str, ...]:
-    chosen = LEVELS if levels is None else (levels,) if isinstance(levels, str) else tuple(levels)
+    chosen = LEVELS if levels is None else names(levels)
     unknown = [level for level in chosen if level not in LEVELS]
     if unknown or not chosen:
         raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {', '.join(LEVELS)}")
@@ -156,7 +172,9 @@ def lint(subject: Subject) -> tuple[str, ...]:
     """What inputs of this kind cannot show."""
     notes = []
     for path, array in subject.values():
-        if array.size and (array == array.flat[0]).all():
+        if not array.size:
+            notes.append(f"{path} is empty: nothing is computed from it, and nothing shown")
+        elif (array == array.flat[0]).all():
             notes.append(f"{path} is constant ({array.flat[0]!s}): a wrong scale, order or axis may not show")
         elif array.ndim > 1 and array.shape[0] == 1:
             notes.append(f"{path} has a batch of one: mixed-up batch entries do not show")

@@ -22,7 +22,8 @@ def diff(actual: Any, expected: Any, tolerance: float | Mapping[str, float] | No
         actual: an array of NumPy, torch or jax, a number, or nested tuples, lists and mappings of them.
         expected: likewise.
         tolerance: None wants equal bits (+0.0 and -0.0 count as equal). A number t allows
-            `|actual - expected| <= t * max|expected|` in each leaf. A mapping may give `atol`,
+            `|actual - expected| <= t * max|expected|` in each leaf of floating point or complex
+            numbers; whole numbers and booleans must be equal. A mapping may give `atol`,
             `rtol` (of the element) and `scaled` (of the leaf's largest element); what any of
             them allows, summed, is allowed.
 
@@ -81,44 +82,44 @@ def compare_arrays(path: str, actual: np.ndarray, expected: np.ndarray, allowed:
         return ArrayDiff(path, False, f"shape {actual.shape}, expected {expected.shape}", elements=expected.size)
     if actual.dtype != expected.dtype:
         return ArrayDiff(path, False, f"dtype {actual.dtype}, expected {expected.dtype}", elements=expected.size)
-    if expected.dtype.kind in "biu":
-        wrong, gap = actual != expected, np.abs(actual.astype(object) - expected.astype(object)).astype(np.float64)
-        limit = np.zeros(expected.shape)
-    elif expected.dtype.kind == "c":
-        parts = [compare_arrays(path, getattr(actual, p), getattr(expected, p), allowed) for p in ("real", "imag")]
-        return next((part for part in parts if not part.agrees), parts[0])
-    else:
-        a, b = wide(actual), wide(expected)
-        both = np.isfinite(a) & np.isfinite(b)
-        gap = np.where(both, np.abs(np.where(both, a, 0) - np.where(both, b, 0)), 0.0)
-        scale = finite_scale(b)
-        limit = (
-            allowed.get("atol", 0.0)
-            + allowed.get("scaled", 0.0) * scale
-            + allowed.get("rtol", 0.0) * np.where(both, np.abs(b), 0)
-        )
-        wrong = (gap > limit) | ~same_specials(a, b)
+    gap, magnitude, special = measured(actual, expected)
+    scale, largest = finite_scale(magnitude), float(gap.max(initial=0.0))
+    unit = UNIT.get(str(expected.real.dtype), 0.0)
+    # Ids, counts and switches are not measured: they are the same or they are not.
+    inexact = expected.dtype.kind not in "biu"
+    with np.errstate(over="ignore"):
+        limit = allowed.get("atol", 0.0) + allowed.get("scaled", 0.0) * scale + allowed.get("rtol", 0.0) * magnitude
+        scaled = largest / (unit * scale) if unit * scale else 0.0
+    wrong = (gap > limit) | special if inexact else actual != expected
     if not wrong.any():
-        return ArrayDiff(
-            path, True, elements=expected.size, difference=float(gap.max(initial=0.0)), scaled=scaled(gap, expected)
-        )
-    special = ~same_specials(wide(actual), wide(expected))
+        return ArrayDiff(path, True, elements=expected.size, difference=largest, scaled=scaled)
     order = np.where(special, np.inf, np.where(wrong, gap, -1.0))
     at = tuple(int(i) for i in np.unravel_index(int(order.argmax()), order.shape))
     reason = "NaN or infinity on one side only" if special.any() else "values differ"
-    largest = float(gap.max(initial=0.0))
     return ArrayDiff(
         *(path, False, reason, int(wrong.sum()), expected.size, at, actual[at].item(), expected[at].item(), largest),
         ulp=worst_ulp(actual, expected),
-        scaled=scaled(gap, expected),
-        atol=None if special.any() else largest,
+        scaled=scaled,
+        atol=largest if inexact and not special.any() else None,
     )
 
 
-def scaled(gap: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference in units of u * max|expected|."""
-    unit, scale = UNIT.get(str(expected.dtype), 0.0), finite_scale(expected)
-    return float(gap.max(initial=0.0)) / (unit * scale) if unit and scale else 0.0
+def measured(actual: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distance and magnitude where both are finite, 0 elsewhere; and where NaN or infinities do not agree."""
+    if expected.dtype.kind in "biu":
+        # Neither 64-bit integers nor their differences fit a float or an int of 64 bits.
+        a, b = actual.astype(object), expected.astype(object)
+        return np.abs(a - b).astype(np.float64), np.abs(b).astype(np.float64), np.zeros(b.shape, bool)
+    if expected.dtype.kind == "c":
+        special = ~(same_specials(actual.real, expected.real) & same_specials(actual.imag, expected.imag))
+        a, b = actual.astype(np.complex128), expected.astype(np.complex128)
+    else:
+        special = ~same_specials(actual, expected)
+        a, b = wide(actual), wide(expected)
+    finite = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(over="ignore"):
+        gap = np.abs(np.where(finite, a, 0) - np.where(finite, b, 0))
+        return gap, np.abs(np.where(finite, b, 0)), special
 
 
 def worst_ulp(actual: np.ndarray, expected: np.ndarray) -> int | None:

@@ -154,6 +154,10 @@ def identical(subject: Subject) -> LevelResult:
         if not result.passed:
             findings.append(described_gap(where, result, wrong, actual, oracle))
     findings += unequal_integers(subject)
+    if findings and subject.narrow_module:
+        return LevelResult("identical", "not run", subject.narrow_module)
+    if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
+        return LevelResult("identical", "not applicable", "the models return no numbers")
     return identity_verdict("identical", results, findings)
 
 
@@ -196,10 +200,13 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
 
 def described_gap(where: str, result: Identity, wrong: np.ndarray, actual: np.ndarray, oracle: np.ndarray) -> Finding:
     gap = largest_gap(actual, oracle)
-    at = worst_index(actual, oracle, wrong if wrong.any() else np.ones(actual.shape, bool))
+    rounded_away = "" if wrong.any() else " in float64, though none once rounded to float32"
+    if rounded_away:
+        wrong = ~(np.abs(actual - oracle) <= result.bound)
+    at = worst_index(actual, oracle, wrong)
     what = (
-        f"{int(wrong.sum())} of {wrong.size} values differ, error {result.ratio:.3g} times what rounding explains; "
-        f"worst at {at}: expected (torch) {oracle[at]:.9g}, actual (flax) {actual[at]:.9g}"
+        f"{int(wrong.sum())} of {wrong.size} values differ{rounded_away}, error {result.ratio:.3g} times what rounding "
+        f"explains; worst at {at}: expected (torch) {oracle[at]:.9g}, actual (flax) {actual[at]:.9g}"
     )
     return Finding(where, what, {"differing": int(wrong.sum()), "elements": wrong.size, "ratio": result.ratio, "atol": gap})
 
@@ -282,7 +289,9 @@ def imprecise(
 
 def gradients(subject: Subject) -> LevelResult:
     """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
-    stopped = cannot_run_wide(subject)
+    stopped = not_differentiable(subject) or cannot_run_wide(subject)
+    if isinstance(stopped, LevelResult):
+        return stopped
     if stopped:
         return LevelResult("gradients", "not run", stopped)
     if not subject.torch_wide.gradients:
@@ -308,9 +317,23 @@ def gradients(subject: Subject) -> LevelResult:
     zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
     if zero:
         notes.append(f"zero in exact arithmetic, noise on both sides: {', '.join(zero)}")
+    if findings and subject.narrow_module:
+        return LevelResult("gradients", "not run", subject.narrow_module)
     level = identity_verdict("gradients", results, findings)
     figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
+
+
+def not_differentiable(subject: Subject) -> LevelResult | None:
+    """The level, where a side that runs forwards raises on the way back; None if both return gradients."""
+    runs = subject.torch_native, subject.flax_native  # noqa: F841 - what they raise is known once they ran
+    if "torch" in subject.not_differentiable:
+        why = f"the torch model cannot be differentiated: {subject.not_differentiable['torch']}"
+        return LevelResult("gradients", "not run", why)
+    if "flax" in subject.not_differentiable:
+        what = f"expected (torch) gradients; actual (flax) raises {subject.not_differentiable['flax']}"
+        return LevelResult("gradients", "failed", "Flax cannot be differentiated", findings=(Finding("", what),))
+    return None
 
 
 def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, np.ndarray, np.ndarray, np.ndarray | None]]]:

@@ -94,7 +94,8 @@ def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference where both are finite, 0 if they are nowhere."""
     a, b = wide(actual), wide(expected)
     both = np.isfinite(a) & np.isfinite(b)
-    return float(np.abs(a[both] - b[both]).max()) if both.any() else 0.0
+    with np.errstate(over="ignore"):
+        return float(np.abs(a[both] - b[both]).max()) if both.any() else 0.0
 
 
 def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -167,7 +168,9 @@ def identity(flax64: np.ndarray, torch64: np.ndarray, bound: float) -> tuple[Ide
     Returns:
         The figures, and where the difference is unexplained.
     """
-    gap = np.abs(flax64 - torch64, where=np.isfinite(flax64) & np.isfinite(torch64), out=np.zeros(flax64.shape))
+    finite = np.isfinite(flax64) & np.isfinite(torch64)
+    with np.errstate(over="ignore"):
+        gap = np.abs(np.subtract(flax64, torch64, where=finite, out=np.zeros(flax64.shape)))
     special = same_specials(flax64, torch64)
     magnitude = max(finite_scale(flax64), finite_scale(torch64))
     if special.all() and np.isfinite(torch64).all() and 0 < magnitude <= bound:

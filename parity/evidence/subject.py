@@ -15,6 +15,7 @@ from parity.evidence.numerics import UNIT, jittered, same_bits
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, load, owner
 from parity.weights.pairing import Pairing, pair
+from parity.weights.paths import Rename
 
 # Torch runs on jittered numbers beside the plain one: with a single run instead of five the
 # precision rule gave 2 false alarms in 2,016 clean trials, with five none.
@@ -53,7 +54,7 @@ class Subject:
         native_gradients: bool = True,
     ):
         self.torch, self.flax = load("torch"), load("nnx")
-        problems = []
+        problems = argument_problems(kwargs, seed)
         if not self.torch.is_model(torch_model):
             problems.append(f"the first model must be a torch.nn.Module, got {described(torch_model, self)}")
         if not self.flax.is_model(flax_model):
@@ -62,6 +63,9 @@ class Subject:
             raise InputError(listed("cannot compare", problems))
         self.torch_model, self.flax_model, self.seed, self.gradients = torch_model, flax_model, seed, gradients
         self.native_gradients = gradients and native_gradients
+        self.rename = Rename(rename)
+        # Why one side runs forwards but not backwards, by its name.
+        self.not_differentiable: dict[str, str] = {}
         self.call = as_call(torch_model, args, kwargs)
         problems += self.torch.problems_before_running(torch_model)
         problems += self.flax.problems_before_running(flax_model)
@@ -109,13 +113,24 @@ class Subject:
                 f"the torch model returns different numbers for the same input at output {unequal[0] or 'of the model'}; "
                 "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again"
             )
-        return self.with_gradients(run, self.call, self.dtype)
+        return self.with_gradients(run)
 
-    def with_gradients(self, run: Evaluation, call: Call, dtype: str) -> Evaluation:
+    def with_gradients(self, run: Evaluation) -> Evaluation:
         if not self.gradients:
             return run
-        with self.torch.pinned():
-            return self.torch.evaluate(self.torch_model, call, dtype=dtype, cotangents=self.cotangents_for(run))
+        try:
+            with self.torch.pinned():
+                return self.torch.evaluate(self.torch_model, self.call, cotangents=self.cotangents_for(run))
+        except Exception as error:
+            self.give_up_gradients("torch", error)
+            return run
+
+    def give_up_gradients(self, side: str, error: Exception) -> None:
+        """Go on without gradients: a model that runs forwards only can still be compared forwards."""
+        self.not_differentiable[side] = f"{type(error).__name__}: {first_line(error)}"
+        self.gradients = self.native_gradients = False
+        for kept in ("cotangents", "torch_wide", "flax_wide"):
+            self.__dict__.pop(kept, None)
 
     def cotangents_for(self, run: Evaluation) -> dict[str, np.ndarray]:
         """One fixed random cotangent for each floating point output, small whole eighths so that every dtype holds it."""
@@ -144,7 +159,16 @@ class Subject:
     @cached_property
     def flax_native(self) -> Evaluation:
         """Flax as the user runs it, compiled."""
-        return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
+        try:
+            return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
+        except InputError:
+            raise
+        except Exception as error:
+            if self.native_cotangents is None:
+                raise
+            forwards = self.flax.evaluate(self.flax_model, self.call)
+            self.give_up_gradients("flax", error)
+            return forwards
 
     @property
     def native_cotangents(self) -> dict[str, np.ndarray] | None:
@@ -205,12 +229,43 @@ class Subject:
             self.torch.evaluate(self.torch_model, self.call, dtype="float64", watch=watch)
         return watcher[0].near
 
+    @cached_property
+    def narrow_module(self) -> str | None:
+        """A Flax module that computes in less than float64 where torch's does not, in a sentence; None if none is seen."""
+        try:
+            with self.torch.pinned():
+                _, expected = self.torch.capture(self.torch_model, self.call, dtype="float64")
+            _, actual = self.flax.capture(self.flax_model, self.call, dtype="float64")
+        except Exception:
+            # Looked for only to explain a failure; without a trace the failure stands as it is.
+            return None
+        theirs = {(c.path, c.call): c.outputs for c in actual}
+        for mine in expected:
+            outputs = theirs.get((self.rename.apply(mine.path)[0], mine.call), {})
+            for name, array in mine.outputs.items():
+                found = getattr(outputs.get(name), "dtype", np.float64)
+                if getattr(array, "dtype", None) == np.float64 and "float" in str(found) and found != np.float64:
+                    return (
+                        f"the Flax model pins a dtype: {mine.path or 'the model'} returns {found} in a float64 run; "
+                        "remove the cast or the dtype argument to let it run in float64"
+                    )
+        return None
+
     def pinned_dtype(self, run: Evaluation, native: Evaluation) -> str | None:
         """An output that a float64 run did not return in float64 although it is no output of fixed dtype."""
         for path, array in run.outputs.items():
             if isinstance(array, np.ndarray) and "float" in str(array.dtype) and array.dtype != np.float64:
                 return f"output {path or 'of the model'} is {array.dtype} in a float64 run"
         return None
+
+
+def argument_problems(kwargs: Any, seed: Any) -> list[str]:
+    found = []
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        found.append(f"kwargs must map argument names to values, got {describe(kwargs)}")
+    if not isinstance(seed, int) or seed < 0:
+        found.append(f"seed must be a whole number, at least 0, got {seed!r}")
+    return found
 
 
 def described(value: Any, subject: Subject) -> str:

@@ -74,7 +74,8 @@ def compare_bits(probe: Probe, flax32: Evaluation) -> LevelResult:
         if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
-        wrong = proved & ~same_bits(wide(actual), wide(expected))
+        # Also where no value is proved, NaN on one side only is a difference.
+        wrong = np.where(proved, ~same_bits(wide(actual), wide(expected)), np.isnan(wide(actual)))
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
             text = f"{int(wrong.sum())} of {int(proved.sum())} values that must be bit-equal differ, first at {at}: "

@@ -46,11 +46,13 @@ class Origin:
         nearest: names of the parameters and inputs that the last product took in directly.
         rounded: whether elements may be off by a rounding, the same for equal elements.
         all: names of everything that it depends on.
+        tainted: whether an element may be NaN because it is not proved.
     """
 
     nearest: frozenset[str] = frozenset()
     all: frozenset[str] = frozenset()
     rounded: bool = False
+    tainted: bool = False
 
 
 class Prover(TorchDispatchMode):
@@ -80,13 +82,14 @@ class Prover(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = [a for a in flat(args) + flat(list(kwargs.values())) if isinstance(a, Tensor)]
         name = func.overloadpacket
-        if name in SUMS:
+        # Sums of whole numbers are exact, and few of them know a magnitude.
+        if name in SUMS and all(t.is_floating_point() for t in operands):
             result = self.summed(func, args, kwargs, operands)
         elif name is aten._softmax:
             result = self.softmax(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-            self.elementwise(func, operands, result)
+            self.elementwise(func, args, operands, result)
         return result
 
     def note(self, result: Tensor, origin: Origin) -> None:
@@ -99,8 +102,12 @@ class Prover(TorchDispatchMode):
         for tensor in operands:
             if self.origin(tensor).rounded:
                 raise NotProvableError(label, "it sums numbers that are already rounded")
+        if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+            raise NotProvableError(label, "it scales what it sums")
         result = func(*args, **kwargs)
         magnitudes = func(*[a.abs() if isinstance(a, Tensor) else a for a in args], **kwargs)
+        if func.overloadpacket is aten.mean and result.numel():
+            magnitudes = magnitudes * (operands[0].numel() // result.numel())
         quanta = [significant_bits(to_float64(t))[1] for t in operands]
         if func.overloadpacket in (aten.addmm, aten.baddbmm):
             quantum = min(quanta[0], quanta[1] * quanta[2])
@@ -114,18 +121,21 @@ class Prover(TorchDispatchMode):
             self.scores |= frozenset().union(*(self.origin(t).all for t in operands))
             bits = math.ceil(math.log2(largest / quantum)) + 1
             raise NotProvableError(label, f"its sums need {bits} bits, float32 has 24", structural=False)
-        if func.overloadpacket is aten.mean and not representable(result):
-            raise NotProvableError(label, "its result does not fit float32 exactly")
+        if func.overloadpacket is aten.mean and not power_of_two(operands[0].numel() // max(1, result.numel())):
+            raise NotProvableError(label, "it divides by a number that is no power of two", structural=False)
+        if not representable(magnitudes):
+            raise NotProvableError(label, "its sums do not fit float32", structural=False)
         nearest = [t for t in operands if id(t) in self.names or self.aliases_name(t)]
         near: frozenset[str] = frozenset().union(*(self.origin(t).nearest for t in (nearest or operands)))
-        self.note(result, Origin(near, frozenset().union(*(self.origin(t).all for t in operands))))
+        tainted = any(self.origin(t).tainted for t in operands)
+        self.note(result, Origin(near, frozenset().union(*(self.origin(t).all for t in operands)), tainted=tainted))
         return result
 
     def aliases_name(self, tensor: Tensor) -> bool:
         origin = self.origin(tensor)
         return len(origin.all) == 1 and next(iter(origin.all)).startswith("parameter ")
 
-    def elementwise(self, func: Any, operands: list[Tensor], result: Any) -> None:
+    def elementwise(self, func: Any, args: Any, operands: list[Tensor], result: Any) -> None:
         """A result that is a float32 number was not rounded; one that is not may only be a monotone image."""
         label = func.overloadpacket.__name__
         found = [t for t in flat([result]) if isinstance(t, Tensor)]
@@ -133,9 +143,13 @@ class Prover(TorchDispatchMode):
         near = frozenset().union(*(o.nearest for o in origins))
         everything = frozenset().union(*(o.all for o in origins))
         rounded = any(o.rounded for o in origins)
+        tainted = any(o.tainted for o in origins)
         if func.overloadpacket not in EXACT_OPERATIONS:
             raise NotProvableError(label, "its result is rounded, or is not known to be exact")
         for tensor in found:
+            if tainted and not tensor.is_floating_point() and not tensor.is_complex():
+                # A comparison would hide the NaN that marks what is not proved.
+                raise NotProvableError(label, "it decides by numbers that are not proved", structural=False)
             inexact = rounded and tensor.is_floating_point()
             if tensor.is_floating_point() and not representable(tensor):
                 scalars_only = sum(t.numel() > 1 for t in operands) <= 1
@@ -143,7 +157,12 @@ class Prover(TorchDispatchMode):
                 if not constant and not (func.overloadpacket in SCALINGS and scalars_only):
                     raise NotProvableError(label, "its result does not fit float32 exactly", structural=False)
                 inexact = True
-            self.note(tensor, Origin(near, everything, inexact))
+            if func.overloadpacket in DIVISIONS and tensor.is_floating_point() and reciprocal_differs(args, tensor):
+                # x / c may be x * (1 / c) elsewhere, which rounds twice. Moved off float32's numbers,
+                # so that no sum takes it for exact; equal quotients stay equal, and in order.
+                tensor.mul_(1 + 2.0**-40)
+                inexact = True
+            self.note(tensor, Origin(near, everything, inexact, tainted))
         if rounded and func.overloadpacket not in KEEPS_ROUNDED | SCALINGS:
             raise NotProvableError(label, "it combines numbers that are already rounded")
 
@@ -169,7 +188,7 @@ class Prover(TorchDispatchMode):
         # Saturated, but for the last digits that exp leaves in float64.
         exact = torch.where(winners, 1.0 / count.clamp(min=1).to(result.dtype), torch.zeros_like(result))
         result = torch.where(proved & ~hidden, exact, torch.full_like(result, math.nan))
-        self.note(result, Origin(frozenset(), origin.all))
+        self.note(result, Origin(frozenset(), origin.all, tainted=origin.tainted or not bool(proved.all())))
         return result
 
 
@@ -180,6 +199,20 @@ def to_float64(tensor: Tensor) -> np.ndarray:
 def representable(tensor: Tensor) -> bool:
     finite = tensor[tensor.isfinite()]
     return bool((finite.float().double() == finite).all())
+
+
+def power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] in (0.5, -0.5)
+
+
+def reciprocal_differs(args: Any, quotient: Tensor) -> bool:
+    """Whether a quotient of one divisor for many numbers may also be taken as a product with its reciprocal."""
+    divisor = args[1]
+    if not isinstance(divisor, Tensor):
+        return not power_of_two(float(divisor))
+    if divisor.numel() == quotient.numel() > 1:
+        return False
+    return not all(power_of_two(float(d)) for d in divisor.detach().double().unique())
 
 
 def flat(values: Any) -> list[Any]:
@@ -194,6 +227,7 @@ SUMS = {
 }
 # By one number: equal elements stay equal, and their order stays.
 SCALINGS = {aten.div, aten.mul, aten.sqrt}
+DIVISIONS = {aten.div, aten.div_}
 # A constant that float32 cannot hold, such as -1e20, is rounded to the same number by everyone.
 CONSTANTS = {aten.masked_fill, aten.masked_fill_, aten.full, aten.scalar_tensor, aten.lift_fresh}
 # Results that are copies of operands, or rounded once by every implementation.
