@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def checked_tolerance(tolerance: float | Mapping[str, float] | None) -> dict[str
     if tolerance is None:
         return {}
     given = dict(tolerance) if isinstance(tolerance, Mapping) else {"scaled": tolerance}
-    bad = {k: v for k, v in given.items() if k not in ("atol", "rtol", "scaled") or isinstance(v, str) or not v >= 0}
+    bad = {k: v for k, v in given.items() if k not in ("atol", "rtol", "scaled") or not isinstance(v, Real) or not v >= 0}
     if bad:
         raise InputError(f"tolerance takes atol, rtol and scaled, each at least 0, got {bad}")
     return {key: float(value) for key, value in given.items()}
@@ -69,7 +70,10 @@ def as_array(path: str, leaf: Any) -> np.ndarray:
     if "torch" in sys.modules and isinstance(leaf, sys.modules["torch"].Tensor):
         from parity.frameworks import load
 
-        return load("torch").to_numpy(leaf)
+        try:
+            return load("torch").to_numpy(leaf)
+        except InputError as error:
+            raise InputError(f"{path or 'the value'}: {error}") from None
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSM":
         raise InputError(f"{path or 'the value'} is no array of numbers: {type(leaf).__name__}")
@@ -109,7 +113,8 @@ def measured(actual: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.n
     if expected.dtype.kind in "biu":
         # Neither 64-bit integers nor their differences fit a float or an int of 64 bits.
         a, b = actual.astype(object), expected.astype(object)
-        return np.abs(a - b).astype(np.float64), np.abs(b).astype(np.float64), np.zeros(b.shape, bool)
+        gap, magnitude = np.asarray(np.abs(a - b), np.float64), np.asarray(np.abs(b), np.float64)
+        return gap, magnitude, np.zeros(b.shape, bool)
     if expected.dtype.kind == "c":
         special = ~(same_specials(actual.real, expected.real) & same_specials(actual.imag, expected.imag))
         a, b = actual.astype(np.complex128), expected.astype(np.complex128)
