@@ -228,10 +228,10 @@ def cannot_run_wide(subject: Subject) -> str | None:
     for side in ("torch", "flax"):
         name = "the torch model" if side == "torch" else "the Flax model"
         try:
-            run = getattr(subject, f"{side}_wide")
+            getattr(subject, f"{side}_wide")
         except Exception as error:
             return f"{name} does not run in float64: {type(error).__name__}: {first_line(error)}"
-        pinned = subject.pinned_dtype(run, subject.torch_native)
+        pinned = subject.pinned_dtype(side)
         if pinned:
             return f"{name} pins a dtype: {pinned}; remove the cast or the dtype argument to let it run in float64"
     return None

@@ -251,11 +251,17 @@ class Subject:
                     )
         return None
 
-    def pinned_dtype(self, run: Evaluation, native: Evaluation) -> str | None:
-        """An output that a float64 run did not return in float64 although it is no output of fixed dtype."""
-        for path, array in run.outputs.items():
-            if isinstance(array, np.ndarray) and "float" in str(array.dtype) and array.dtype != np.float64:
-                return f"output {path or 'of the model'} is {array.dtype} in a float64 run"
+    def pinned_dtype(self, side: str) -> str | None:
+        """An output that a model does not return in float64 although all it is given is; None if there is none."""
+        room, model = (self.torch, self.torch_model) if side == "torch" else (self.flax, self.flax_model)
+        try:
+            found = room.output_dtypes(model, self.call, "float64")
+        except Exception:
+            # A model that cannot be run on shapes alone: the run itself has to tell.
+            found = {path: str(a.dtype) for path, a in getattr(self, f"{side}_wide").outputs.items() if hasattr(a, "dtype")}
+        for path, dtype in found.items():
+            if "float" in dtype and dtype != "float64":
+                return f"output {path or 'of the model'} is {dtype} in a float64 run"
         return None
 
 

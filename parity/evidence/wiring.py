@@ -152,19 +152,17 @@ class Search:
         return changed(call, lambda path, array: array * 2.0**SATURATION if f"input {path}" in scaled else array)
 
     def watched(self, weights: dict[str, np.ndarray], call: Call) -> tuple[Evaluation | None, Any]:
-        from parity.frameworks.exactness import NotProvableError, Prover
+        provers: list[Any] = []
 
-        provers: list[Prover] = []
-
-        def watch(names: dict[int, str]) -> Prover:
-            provers.append(Prover(names))
+        def watch(names: dict[int, str]) -> Any:
+            provers.append(self.subject.torch.Prover(names))
             return provers[0]
 
         model = self.subject.torch_model
         try:
             with self.subject.torch.pinned():
                 run = self.subject.torch.evaluate(model, call, dtype="float64", weights=weights, watch=watch)
-        except NotProvableError as stop:
+        except self.subject.torch.NotProvableError as stop:
             self.why, self.hopeless = str(stop), stop.structural
             return None, provers[0]
         return run, provers[0]

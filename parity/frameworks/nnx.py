@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import primitives
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Call, Captured, Evaluation
@@ -346,7 +348,7 @@ def evaluate(
     Returns:
         Outputs by path, and gradients by `input ...` and variable path.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, weights)
         body = functional(graphdef, arguments.skeleton, tuple(sorted(cotangents)) if cotangents is not None else None)
         run = compile_body(body, quick) if compiled else body
@@ -498,7 +500,7 @@ def joined(trainable: Mapping[Any, Any], fixed: Mapping[Any, Any]) -> Any:
 
 
 def apply(graphdef: Any, parameters: Any, rest: Any, skeleton: Frozen, arrays: Mapping[str, Any]) -> Any:
-    model = nnx.merge(graphdef, parameters, rest)
+    model = follow_dtype(nnx.merge(graphdef, parameters, rest))
     args, kwargs = mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
     return model(*args, **kwargs)
 
@@ -514,13 +516,13 @@ def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evalua
 
     What ran inside a loop of the compiler (a scanned cell) has no value outside of it and is left out.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
         order: list[tuple[str, int, str, Any]] = []
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
             order.clear()
-            model = nnx.merge(graphdef, parameters, rest)
+            model = follow_dtype(nnx.merge(graphdef, parameters, rest))
             args, kwargs = mapped(
                 lambda _, leaf: {**values, **others}[leaf.path] if isinstance(leaf, Slot) else leaf, arguments.skeleton.tree
             )
@@ -611,6 +613,88 @@ def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tupl
         except Exception as error:
             return f"{type(error).__name__}: {first_line(error)}"
         return tuple(tuple(leaf.shape) for leaf in outputs.values())
+
+
+def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+
+    Nothing is computed.
+    """
+    with pinned(double=dtype == "float64"):
+        graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        body = functional(graphdef, arguments.skeleton, None)
+        outputs, _ = jax.eval_shape(body, parameters, rest, arguments.values, arguments.others, {})
+        return {path: str(leaf.dtype) for path, leaf in outputs.items()}
+
+
+def follow_dtype(model: Any) -> Any:
+    """Let the embeddings of a merged copy compute in the dtype of their tables.
+
+    `nnx.Embed` writes down the dtype of its table when it is made, also if the caller named none.
+    """
+    for _, _, node in walk(model):
+        if isinstance(node, nnx.Embed):
+            node.dtype = content(node.embedding).dtype
+    return model
+
+
+class Widening(threading.local):
+    """The dtypes to which this thread's float64 run must not be cut; empty outside of such a run."""
+
+    kept_from: tuple[Any, ...] = ()
+
+
+WIDENING = Widening()
+# How many threads are inside; jax is left as it was found when the last one leaves.
+INSIDE: list[None] = []
+LOCK = threading.Lock()
+# Operations by which a model asks for a dtype, and the name of the parameter that says which.
+CASTS = {
+    primitives.convert_element_type_p: "new_dtype",
+    primitives.dot_general_p: "preferred_element_type",
+    primitives.conv_general_dilated_p: "preferred_element_type",
+}
+
+
+@contextlib.contextmanager
+def widened(model: Any, dtype: str | None) -> Iterator[None]:
+    """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
+
+    Where the model is deployed such a cast does nothing: `jax.nn.dot_product_attention` computes
+    its softmax in float32 whatever it is given. A cast to a narrower dtype rounds there too, and stays.
+    """
+    deployed = model_dtype(model) or "float32"
+    if dtype != "float64" or deployed == "float64":
+        yield
+        return
+    with LOCK:
+        INSIDE.append(None)
+        for primitive, name in CASTS.items() if len(INSIDE) == 1 else ():
+            primitive.bind = widening_bind(primitive.bind, name)
+    before, WIDENING.kept_from = WIDENING.kept_from, (jnp.dtype(deployed), jnp.dtype("float32"))
+    try:
+        # Functions that jax traced before under another setting are not found again, nor these by others:
+        # "float32" means what "highest" means, but is kept apart.
+        with jax.default_matmul_precision("float32"):
+            yield
+    finally:
+        WIDENING.kept_from = before
+        with LOCK:
+            INSIDE.pop()
+            for primitive in CASTS if not INSIDE else ():
+                # The method of the class shows again.
+                del primitive.bind
+
+
+def widening_bind(bind: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(bind)
+    def bound(*operands: Any, **parameters: Any) -> Any:
+        wide = any(getattr(operand, "dtype", None) == np.float64 for operand in operands)
+        if WIDENING.kept_from and wide and parameters.get(name) in WIDENING.kept_from:
+            parameters[name] = np.dtype(np.float64)
+        return bind(*operands, **parameters)
+
+    return bound
 
 
 def platform() -> str:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
 from parity.evidence.trees import flatten, mapped
+from parity.frameworks.exactness import NotProvableError, Prover  # noqa: F401  reached through this room
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.paths import split
 
@@ -182,7 +183,7 @@ def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
             found.append(f'{path} of the target is on the meta device; call .to_empty(device="cpu") on the model first')
         elif tensor.layout != torch.strided or tensor.is_quantized:
             found.append(f"{path} of the target {unreadable(tensor)}")
-        elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        elif tensor.numel() and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
             found.append(f"{path} of the target holds one element for several; make it a .clone() first")
         elif tensor.is_inference() and not torch.is_inference_mode_enabled():
             found.append(f"{path} of the target was made in inference mode and cannot be written; make it outside")
@@ -373,7 +374,8 @@ def evaluate(
     names = {id(tensor): f"parameter {path}" for path, tensor in replaced.items()}
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
-    with torch.enable_grad() if wants_gradients else torch.no_grad(), watched:
+    widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
+    with torch.enable_grad() if wants_gradients else torch.no_grad(), widened, watched:
         output = torch.func.functional_call(model, replaced, args, kwargs, tie_weights=False)
         outputs = dict(flatten(output, is_array))
         gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
@@ -434,6 +436,34 @@ def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[
         for handle in handles:
             handle.remove()
     return result, records
+
+
+def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+
+    Nothing is computed.
+    """
+    outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
+    return {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Abstract)}
+
+
+class Widened(TorchDispatchMode):
+    """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
+
+    Where the model is deployed such a cast does nothing. A cast to a narrower dtype rounds there
+    too, and stays.
+    """
+
+    def __init__(self, deployed: str | None):
+        super().__init__()
+        self.kept_from = {torch_dtype(deployed or "float32"), torch.float32} - {torch.float64}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        cast = func.overloadpacket is torch.ops.aten._to_copy and args[0].dtype == torch.float64
+        if cast and kwargs.get("dtype") in self.kept_from:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 class Kinks(TorchDispatchMode):
