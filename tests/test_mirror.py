@@ -56,7 +56,9 @@ def parameters(node: ast.FunctionDef) -> list[ast.arg]:
 
 
 def in_jax_words(annotation: ast.expr | None) -> str:
-    return re.sub(r"\bTensor\b", "Array", ast.unparse(annotation)) if annotation else ""
+    # The Flax wing takes NumPy arrays as well, and its helpers say so.
+    words = ast.unparse(annotation).replace("Array | np.ndarray", "Array") if annotation else ""
+    return re.sub(r"\bTensor\b", "Array", words)
 
 
 def signature(node: ast.FunctionDef) -> dict[str, object]:

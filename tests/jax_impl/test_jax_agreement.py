@@ -41,7 +41,12 @@ def leaves(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# Compilation is nearly all that these tests cost, and half of it is optimisation. Programs compiled as a user's are
+# held to the eager modules below.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def forward_and_back(graph, state, inputs, mask, cotangents):
     """One compiled program for a module and its vjp; weights, inputs and masks are its arguments."""
     parameters, rest = state
@@ -145,11 +150,12 @@ def test_float32_on_shifted_rows_of_low_variance(case):
     exact = torch_evidence(
         module.double(), [x.astype(np.float64) for x in inputs], [], [x.astype(np.float64) for x in cotangents]
     )
+    scales = {name: scale_of(name, expected) for name in expected}
+    # Gradients cancel here, in torch too. Its own error, at the leaf where it is worst, says how much.
+    noise = max(np.abs(expected[name] - exact[name]).max() / (scales[name] or 1) for name in expected) / 2.0**-24
+    assert noise < 1e5, "nothing left to compare"
     for name, want in expected.items():
-        # Gradients cancel here, in torch too: its own error is the measure.
-        noise = np.abs(want - exact[name]).max()
-        scale = scale_of(name, expected) + noise / (8 * 2.0**-24)
-        assert_close(found[name], want, FLOAT[0], scale, name)
+        assert_close(found[name], want, FLOAT[0] + 8 * noise, scales[name], name)
 
 
 @main
