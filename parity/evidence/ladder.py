@@ -154,8 +154,6 @@ def identical(subject: Subject) -> LevelResult:
         if not result.passed:
             findings.append(described_gap(where, result, wrong, actual, oracle))
     findings += unequal_integers(subject)
-    if findings and subject.narrow_module:
-        return LevelResult("identical", "not run", subject.narrow_module)
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
     return identity_verdict("identical", results, findings)
@@ -317,8 +315,6 @@ def gradients(subject: Subject) -> LevelResult:
     zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
     if zero:
         notes.append(f"zero in exact arithmetic, noise on both sides: {', '.join(zero)}")
-    if findings and subject.narrow_module:
-        return LevelResult("gradients", "not run", subject.narrow_module)
     level = identity_verdict("gradients", results, findings)
     figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))

@@ -15,7 +15,6 @@ from parity.evidence.numerics import UNIT, jittered, same_bits
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, load, owner
 from parity.weights.pairing import Pairing, pair
-from parity.weights.paths import Rename
 
 # Torch runs on jittered numbers beside the plain one: with a single run instead of five the
 # precision rule gave 2 false alarms in 2,016 clean trials, with five none.
@@ -63,7 +62,6 @@ class Subject:
             raise InputError(listed("cannot compare", problems))
         self.torch_model, self.flax_model, self.seed, self.gradients = torch_model, flax_model, seed, gradients
         self.native_gradients = gradients and native_gradients
-        self.rename = Rename(rename)
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
         self.call = as_call(torch_model, args, kwargs)
@@ -228,28 +226,6 @@ class Subject:
         with self.torch.pinned():
             self.torch.evaluate(self.torch_model, self.call, dtype="float64", watch=watch)
         return watcher[0].near
-
-    @cached_property
-    def narrow_module(self) -> str | None:
-        """A Flax module that computes in less than float64 where torch's does not, in a sentence; None if none is seen."""
-        try:
-            with self.torch.pinned():
-                _, expected = self.torch.capture(self.torch_model, self.call, dtype="float64")
-            _, actual = self.flax.capture(self.flax_model, self.call, dtype="float64")
-        except Exception:
-            # Looked for only to explain a failure; without a trace the failure stands as it is.
-            return None
-        theirs = {(c.path, c.call): c.outputs for c in actual}
-        for mine in expected:
-            outputs = theirs.get((self.rename.apply(mine.path)[0], mine.call), {})
-            for name, array in mine.outputs.items():
-                found = getattr(outputs.get(name), "dtype", np.float64)
-                if getattr(array, "dtype", None) == np.float64 and "float" in str(found) and found != np.float64:
-                    return (
-                        f"the Flax model pins a dtype: {mine.path or 'the model'} returns {found} in a float64 run; "
-                        "remove the cast or the dtype argument to let it run in float64"
-                    )
-        return None
 
     def pinned_dtype(self, side: str) -> str | None:
         """An output that a model does not return in float64 although all it is given is; None if there is none."""

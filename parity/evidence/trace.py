@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
@@ -50,7 +51,7 @@ def trace(
         One step for each call of each torch module, in the order in which torch finished them.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands.
+        InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
     return trace_subject(subject, rename)
@@ -58,15 +59,20 @@ def trace(
 
 def trace_subject(subject: Subject, rename: Mapping[str, str] | None = None) -> Trace:
     """`trace` for models that are already checked."""
-    with subject.torch.pinned():
-        _, plain = subject.torch.capture(subject.torch_model, subject.call)
-        _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64")
+    try:
+        with subject.torch.pinned():
+            _, plain = subject.torch.capture(subject.torch_model, subject.call)
+            _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64")
+    except Exception as error:
+        raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
     try:
         actual = flax_modules(subject)
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
-    return Trace(*paired(expected, plain, actual, Rename(rename)))
+    renames = Rename(rename)
+    wanted = {renames.apply(c.path)[0] for c in expected}
+    return Trace(*paired(expected, plain, shared_names(subject, actual, wanted), renames))
 
 
 def flax_modules(subject: Subject) -> list[Captured]:
@@ -76,6 +82,15 @@ def flax_modules(subject: Subject) -> list[Captured]:
     except Exception:
         run = subject.flax.evaluate(subject.flax_model, subject.call, dtype="float64", quick=True)
         return [Captured("", 0, run.outputs)]
+
+
+def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> list[Captured]:
+    """The same, with a module of several paths under the one that torch knows it by."""
+    owners: dict[Any, list[str]] = {}
+    for leaf in subject.flax.leaves(subject.flax_model):
+        owners.setdefault(leaf.identity, []).append(leaf.owner)
+    names = {path: next((p for p in group if p in wanted), path) for group in owners.values() for path in group}
+    return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
 
 
 def paired(

@@ -76,8 +76,10 @@ def tf32(x):
     """Cut a float32 mantissa to 10 bits, as a tensor core does; other dtypes stay."""
     if x.dtype != jnp.float32:
         return x
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(1 << 12)
-    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint32) + jnp.uint32(1 << 12)
+    cut = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
+    # Added as a difference, so that the gradient passes; the difference is exact.
+    return x + jax.lax.stop_gradient(cut - x)
 
 
 @jax.custom_vjp
@@ -156,7 +158,7 @@ def attention(fault: str = "") -> tuple[nn.Module, nnx.Module]:
 def attention_inputs() -> tuple[Any, ...]:
     """Query, key, value, all (3, 4, width), and a mask that hides one whole row."""
     mask = np.triu(np.ones((4, 4), bool), 1)[None, None].repeat(3, 0)
-    mask[1, 0, 2] = True
+    mask[1, 0, 2] = True  # its third query sees nothing
     return (*(normal(3, 4, WIDTH, name=name) for name in "qkv"), mask)
 
 
@@ -171,3 +173,86 @@ def altered(flax_model: nnx.Module, path: str, change: Any) -> None:
 def one_ulp(array: np.ndarray) -> np.ndarray:
     array.flat[3] = np.nextafter(array.flat[3], np.inf, dtype=array.dtype)
     return array
+
+
+# ------------------------------------------------------------------------------ norm, activation, embedding
+
+
+class TorchBlock(nn.Module):
+    """LayerNorm, then a feed-forward network with GELU."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 12)
+        self.act = nn.GELU()
+        self.down = nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class FlaxGELU(nnx.Module):
+    def __init__(self, approximate: bool):
+        self.approximate = approximate
+
+    def __call__(self, x):
+        return jax.nn.gelu(x, approximate=self.approximate)
+
+
+class FlaxBlock(nnx.Module):
+    def __init__(self, fault: str = "", *, rngs: nnx.Rngs):
+        epsilon = 1e-6 if fault == "epsilon" else 1e-5
+        self.norm = nnx.LayerNorm(WIDTH, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 12, rngs=rngs)
+        self.act = FlaxGELU(fault == "tanh gelu")
+        self.down = nnx.Linear(12, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def block(fault: str = "") -> tuple[nn.Module, nnx.Module]:
+    return transferred(TorchBlock(), FlaxBlock(fault, rngs=nnx.Rngs(0)), "block")
+
+
+def low_variance(*shape: int) -> np.ndarray:
+    """Rows whose variance is about that of an epsilon of 1e-5."""
+    rng = random("low variance", shape)
+    return (3e-3 * rng.standard_normal(shape) + rng.standard_normal((*shape[:-1], 1))).astype(np.float32)
+
+
+class TorchReLU(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+class FlaxReLU(nnx.Module):
+    def __init__(self, fault: str = ""):
+        self.fault = fault
+
+    def __call__(self, x):
+        return jnp.maximum(x, 0) if self.fault else jax.nn.relu(x)
+
+
+class TorchTwo(nn.Module):
+    """Two layers, the first called twice, in another order than the alphabet's."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.a, self.act = nn.Linear(4, 4), nn.Linear(4, 4), TorchReLU()
+
+    def forward(self, x):
+        return self.a(self.act(self.b(self.b(x))))
+
+
+class FlaxTwo(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.a, self.b, self.act = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs), FlaxReLU()
+
+    def __call__(self, x):
+        return self.a(self.act(self.b(self.b(x))))
+
+
+def two(flax_class: type = FlaxTwo, torch_class: type = TorchTwo) -> tuple[nn.Module, nnx.Module]:
+    return transferred(torch_class(), flax_class(rngs=nnx.Rngs(0)), "two")
