@@ -151,7 +151,7 @@ def full_cases(seed: int = 0) -> list[Case]:
                     eager = dtype == "float32" and i == 0
                     modes = ("compiled", "eager") if eager else ("compiled",)
                     cases.append(replace(made, pattern=pattern, dtype=dtype, modes=modes))
-    cases += [varied(program, seed + 30 + i, STYLES[i % len(STYLES)]) for program in DEMOS for i in range(16)]
+    cases += [varied(program, seed + 30 + i, STYLES[i % len(STYLES)]) for program in DEMOS for i in range(18)]
     return cases
 
 
