@@ -252,7 +252,8 @@ def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Lea
         names = ", ".join(other.path for other in found)
         return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
     looked_for = renames.apply(names_in(leaf, sides[0], sides[1])[0])[0]
-    known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
+    known = {other.path: other.path for other in targets}
+    known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     near = nearest(looked_for, known)
     return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
 

@@ -31,13 +31,14 @@ def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
     """
     parts = path.split(".")
 
+    def letters(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, path, candidate).ratio()
+
     def likeness(candidate: str) -> float:
-        letters = difflib.SequenceMatcher(None, path, candidate).ratio()
-        names = difflib.SequenceMatcher(None, parts, candidate.split(".")).ratio()
-        return letters + names
+        return letters(candidate) + difflib.SequenceMatcher(None, parts, candidate.split(".")).ratio()
 
     ranked = sorted(candidates, key=likeness, reverse=True)
-    return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15]
+    return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15 or letters(candidate) > 0.85]
 
 
 # What wrappers put in front of the names of the model inside, and how to get at that model.

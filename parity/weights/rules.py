@@ -135,8 +135,9 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
                 found.append(
                     f"{setting.setting}={got!r} on the {setting.side} side, wanted {setting.equals!r}: {setting.because}"
                 )
-    computes = flax_layer.settings("dtype")
+    # A composite's dtype, if it has one, says nothing of the layers in it.
+    computes = flax_layer.settings("dtype") if rule else None
     holds = torch_layer.settings("parameter dtype")
-    if rule and computes is not None and holds is not None and computes != holds:
+    if computes is not None and holds is not None and computes != holds:
         found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; leave dtype out")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
