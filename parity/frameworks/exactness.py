@@ -82,8 +82,8 @@ class Prover(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = [a for a in flat(args) + flat(list(kwargs.values())) if isinstance(a, Tensor)]
         name = func.overloadpacket
-        # Sums of whole numbers are exact, and few of them know a magnitude.
-        if name in SUMS and all(t.is_floating_point() for t in operands):
+        # Sums of whole numbers are exact whatever their size.
+        if name in SUMS and any(t.is_floating_point() for t in operands):
             result = self.summed(func, args, kwargs, operands)
         elif name is aten._softmax:
             result = self.softmax(func, args, kwargs)
@@ -144,7 +144,7 @@ class Prover(TorchDispatchMode):
         everything = frozenset().union(*(o.all for o in origins))
         rounded = any(o.rounded for o in origins)
         tainted = any(o.tainted for o in origins)
-        if func.overloadpacket not in EXACT_OPERATIONS:
+        if func.overloadpacket not in EXACT_OPERATIONS | SUMS:
             raise NotProvableError(label, "its result is rounded, or is not known to be exact")
         for tensor in found:
             if tainted and not tensor.is_floating_point() and not tensor.is_complex():
