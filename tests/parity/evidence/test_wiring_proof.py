@@ -65,7 +65,7 @@ class Step:
         if self.kind == "mean":
             return x - x.mean(1, keepdim=True)
         if self.kind == "divide":
-            return x / self.number
+            return x * self.number / self.number
         if self.kind == "sum":
             return x.sum(1, keepdim=True) + start
         scores = x @ F.linear(start, weight).transpose(-1, -2) * self.gain
@@ -86,7 +86,7 @@ class Step:
             return x - shuffled_sum(np.swapaxes(x, 1, 2), rng)[:, None] * np.float32(1 / x.shape[1])
         if self.kind == "divide":
             # As XLA does it.
-            return x * np.float32(1 / np.float32(self.number))
+            return x * np.float32(self.number) * np.float32(1 / np.float32(self.number))
         if self.kind == "sum":
             return shuffled_sum(np.swapaxes(x, 1, 2), rng)[:, None] + start
         keys = product(start, np.broadcast_to(weight, (len(x), *weight.shape)), rng)
