@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from evidence_pairs import TorchBlock, FlaxBlock
+from evidence_pairs import FlaxBlock, TorchBlock
 from flax import nnx
 from torch import nn
 
