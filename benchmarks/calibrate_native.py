@@ -70,7 +70,7 @@ def planted(name: str, faulty: Callable[..., Any]) -> Any:
     users = [module for module in MODULES if hasattr(module, name)]
     originals = [getattr(module, name) for module in users]
     # A program that was compiled for the clean module must not be found again.
-    load("nnx").functional.cache_clear()
+    load("nnx").cached_functional.cache_clear()
     try:
         for module in users:
             setattr(module, name, faulty)
@@ -78,7 +78,7 @@ def planted(name: str, faulty: Callable[..., Any]) -> Any:
     finally:
         for module, original in zip(users, originals, strict=True):
             setattr(module, name, original)
-        load("nnx").functional.cache_clear()
+        load("nnx").cached_functional.cache_clear()
 
 
 def trial(case: Case) -> tuple[float, float, float, float]:

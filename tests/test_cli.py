@@ -41,11 +41,11 @@ def test_a_fault_exits_1_and_names_case_level_and_module(few, monkeypatch, capsy
     faulty = suite.load("nnx").jax.nn.gelu
     monkeypatch.setattr("jax_impl.layers.ReLU.__call__", lambda self, input: faulty(input))
     # A program compiled for the clean module must not be found again, nor this one later.
-    suite.load("nnx").functional.cache_clear()
+    suite.load("nnx").cached_functional.cache_clear()
     try:
         code, out, _ = run(monkeypatch, capsys, "check")
     finally:
-        suite.load("nnx").functional.cache_clear()
+        suite.load("nnx").cached_functional.cache_clear()
     assert code == 1
     assert "0 of 2 cases agree" in out
     assert "NOT the same function" in out

@@ -452,9 +452,15 @@ def prepare(
     return graphdef, renew(parameters), renew(rest), Arguments(call, dtype)
 
 
-@functools.lru_cache(maxsize=512)
 def functional(graphdef: Any, skeleton: Frozen, heads: tuple[str, ...] | None) -> Callable[..., Any]:
     """The model as a pure function of its parameters and arguments, with gradients for the outputs in `heads`."""
+    # A module that keeps a plain list or dict has no hash; its program is made anew each time.
+    make = cached_functional if hashable(graphdef) else cached_functional.__wrapped__
+    return make(graphdef, skeleton, heads)
+
+
+@functools.lru_cache(maxsize=512)
+def cached_functional(graphdef: Any, skeleton: Frozen, heads: tuple[str, ...] | None) -> Callable[..., Any]:
 
     def forward(parameters: Any, rest: Any, values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         output = apply(graphdef, parameters, rest, skeleton, {**values, **others})
