@@ -35,8 +35,9 @@ from transfer_helpers import (
 import jax_impl
 import parity
 import torch_impl
+from parity.weights import rules
 from parity.weights.layouts import AS_IS, TRANSPOSED, Layout
-from parity.weights.rules import RULES
+from parity.weights.rules import RULES, LeafRule, Rule
 
 # ---------------------------------------------------------------- rules
 
@@ -168,6 +169,26 @@ def test_a_subclass_follows_the_rule_of_its_base():
     target = MyFlaxLinear(5, 3, rngs=rngs())
     assert {e.decided_by for e in parity.transfer(source, target).plan} == {"rule"}
     assert snapshot(target)["kernel"] == transposed(snapshot(source)["weight"])
+
+
+class TorchConv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, 4))
+
+
+class FlaxConv(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.zeros((4, 2, 3)))
+
+
+def test_a_new_row_serves_both_directions_also_where_its_layout_is_not_its_own_inverse(monkeypatch):
+    row = Rule(f"{__name__}.TorchConv", f"{__name__}.FlaxConv", (LeafRule("weight", "kernel", Layout("rolled", (2, 0, 1))),))
+    monkeypatch.setattr(rules, "RULES", [*RULES, row])
+    source, target = scramble(TorchConv(), "conv"), FlaxConv()
+    assert parity.transfer(source, target).plan[0].layout == "rolled"
+    assert bits(target.kernel[...]) == bits(source.weight.permute(2, 0, 1))
+    assert snapshot(parity.transfer(target, TorchConv()).value) == snapshot(source)
 
 
 # ---------------------------------------------------------------- the two wings
