@@ -138,7 +138,8 @@ def spoiled(subject: Subject) -> list[tuple[str, Call, bool]]:
         wider = np.concatenate([array, array[..., :1]], axis=-1) if array.shape[-1] else array
         calls.append((f"{path} one wider than it should be", replaced(subject.call, path, wider), False))
         other = np.float16 if array.dtype != np.float16 else np.float32
-        calls.append((f"{path} in {np.dtype(other)}", replaced(subject.call, path, array.astype(other)), True))
+        with np.errstate(over="ignore"):
+            calls.append((f"{path} in {np.dtype(other)}", replaced(subject.call, path, array.astype(other)), True))
     if values and all(array.ndim > 1 and array.shape[0] for _, array in values):
         calls.append(("inputs without their first axis", changed(subject.call, lambda _, array: array[0]), False))
     return calls
@@ -202,7 +203,7 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
         summary += f", {figures['cancelled']} below float64's own noise"
     if figures["unexplained"]:
         summary += f", {figures['unexplained']:,} unexplained"
-    if findings:
+    if findings and figures["ratio"] > 1:
         summary += f"; error {figures['ratio']:.3g} times what rounding explains"
     return verdict(level, findings, summary, figures)
 

@@ -111,6 +111,7 @@ class Subject:
                 f"the torch model returns different numbers for the same input at output {unequal[0] or 'of the model'}; "
                 "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again"
             )
+        refuse_complex(run)
         return self.with_gradients(run)
 
     def with_gradients(self, run: Evaluation) -> Evaluation:
@@ -239,6 +240,16 @@ class Subject:
             if "float" in dtype and dtype != "float64":
                 return f"output {path or 'of the model'} is {dtype} in a float64 run"
         return None
+
+
+def refuse_complex(run: Evaluation) -> None:
+    """Refuse what no level measures: it would pass unseen."""
+    found = [path for path, array in run.outputs.items() if isinstance(array, np.ndarray) and array.dtype.kind == "c"]
+    if found:
+        raise InputError(
+            f"the torch model returns complex numbers at output {found[0] or 'of the model'}; "
+            "return their real and imaginary parts instead, as torch.view_as_real does"
+        )
 
 
 def argument_problems(kwargs: Any, seed: Any) -> list[str]:

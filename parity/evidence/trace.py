@@ -149,12 +149,14 @@ def compare_output(
         return None, 0.0
     if mine.shape != theirs.shape:
         return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
-    a, b = wide(theirs), wide(mine)
+    a, b, own = in_parts(theirs), in_parts(mine), in_parts(plain.outputs[name])
+    if a.shape != b.shape:
+        return reason(f"expected (torch) {mine.dtype}, actual (flax) {theirs.dtype}")
     if not same_specials(a, b).all():
         at = tuple(int(i) for i in np.argwhere(~same_specials(a, b))[0])
         text = f"NaN or infinity on one side only, first at {at}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}"
         return reason(text)
-    bound = semantics_bound(wide(plain.outputs[name]), b)
+    bound = semantics_bound(own, b)
     result, _ = identity(a, b, bound)
     if result.zero or result.ratio <= 1:
         return None, result.ratio
@@ -170,6 +172,11 @@ def compare_output(
         *(at, float(a[at]), float(b[at]), float(gap[at]), "", largest_gap(a, b)),
     )
     return found, result.ratio
+
+
+def in_parts(array: np.ndarray) -> np.ndarray:
+    """The array in float64, complex numbers as real and imaginary part on a last axis."""
+    return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
 
 
 def summary(value: Any) -> str:

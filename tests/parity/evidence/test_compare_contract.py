@@ -70,6 +70,16 @@ class FlaxRaises(FlaxTwo):
         raise ValueError("flax will not")
 
 
+class TorchFourier(TorchTwo):
+    def forward(self, x):
+        return {"y": torch.fft.fft(super().forward(x))}
+
+
+class FlaxFourier(FlaxTwo):
+    def __call__(self, x):
+        return {"y": jnp.fft.fft(super().__call__(x))}
+
+
 class TorchEven(nn.Module):
     def forward(self, ids):
         return ids % 2 == 0
@@ -137,6 +147,10 @@ REFUSED = {
     "random torch model": (
         lambda: ((draw(TorchNoisy(), "two"), two()[1]), X, {}),
         ["returns different numbers for the same input", "turn off what is random"],
+    ),
+    "complex output": (
+        lambda: (two(FlaxFourier, TorchFourier), X, {}),
+        ["returns complex numbers at output ['y']", "torch.view_as_real"],
     ),
     "ids too large for jax": (
         lambda: ((TorchEven().eval(), FlaxEven()), IDS + 2**40, {}),
@@ -449,6 +463,31 @@ def test_a_flax_model_that_pins_its_outputs_does_not_count_as_passed(where):
     assert "does not count as passed" in text
     with pytest.raises(parity.DivergenceError, match="not proved"):
         report.raise_for_divergence()
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-42, 0.0])
+def test_the_ends_of_the_range_are_no_fault(scale):
+    report = parity.compare(*two(), (X * scale).astype(np.float32), **FAST)
+    assert report.passed, str(report)
+
+
+def test_whole_numbers_as_outputs():
+    class TorchBest(TorchTwo):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    class FlaxBest(FlaxTwo):
+        def __call__(self, x):
+            return super().__call__(x).argmax(-1)
+
+    class FlaxWorst(FlaxTwo):
+        def __call__(self, x):
+            return super().__call__(x).argmin(-1)
+
+    assert parity.compare(*two(FlaxBest, TorchBest), X, **FAST).passed
+    report = parity.compare(*two(FlaxWorst, TorchBest), X, **FAST)
+    assert report.level("identical").findings[0].what == "3 of 3 whole numbers differ"
+    assert report.trace.first_divergence().path == ""
 
 
 def test_nan_and_infinities_in_inputs_are_no_fault():

@@ -399,6 +399,30 @@ def test_a_module_that_pins_a_dtype_is_named_with_the_reason():
     assert "Flax returns bfloat16 in a float64 run" in found.reason
 
 
+def test_complex_numbers_are_compared_in_both_parts():
+    class TorchFourier(TorchTwo):
+        def forward(self, x):
+            return torch.fft.fft(super().forward(x))
+
+    class FlaxFourier(FlaxTwo):
+        def __call__(self, x):
+            return jnp.fft.fft(super().__call__(x))
+
+    class Conjugated(FlaxTwo):
+        def __call__(self, x):
+            return jnp.conj(jnp.fft.fft(super().__call__(x)))
+
+    class Real(FlaxTwo):
+        def __call__(self, x):
+            return jnp.fft.fft(super().__call__(x)).real
+
+    assert parity.trace(*two(FlaxFourier, TorchFourier), normal(3, 4)).passed
+    found = parity.trace(*two(Conjugated, TorchFourier), normal(3, 4)).first_divergence()
+    assert (found.path, found.last_agreement, found.worst[-1]) == ("", "a", 1)
+    found = parity.trace(*two(Real, TorchFourier), normal(3, 4)).first_divergence()
+    assert found.reason == "expected (torch) complex128, actual (flax) float64"
+
+
 def test_a_trace_is_plain_data():
     torch_model, flax_model = two()
     altered(flax_model, "b.bias", lambda bias: bias * np.float32(np.nan))
