@@ -73,19 +73,24 @@ def progress_bar(console: Console) -> Progress:
 
 
 def show(result: parity.SuiteResult) -> None:
-    """The table, what was skipped, and the first cases that failed."""
-    console = Console(soft_wrap=False)
+    """The table, what was skipped, the first cases that failed, and the figures."""
+    console = Console()
+
+    def say(text: str, style: str = "") -> None:
+        # A terminal gets lines broken between words, a file gets them whole.
+        console.print(escape(text), style=style, highlight=False, soft_wrap=not console.is_terminal)
+
     console.print(levels_table(result))
     for case in result.cases:
         if case.skipped:
-            console.print(f"skipped: {escape(case.name)}: {escape(case.skipped)}", highlight=False, soft_wrap=True)
+            say(f"skipped: {case.name}: {case.skipped}")
     failed = [case for case in result.ran if not case.passed]
     for case in failed[:SHOWN]:
-        console.print(f"\n{escape(case.name)}", style="bold", highlight=False, soft_wrap=True)
-        console.print(escape(case.error or str(case.report)), highlight=False, soft_wrap=True)
+        say(f"\n{case.name}", style="bold")
+        say(case.error or str(case.report))
     if len(failed) > SHOWN:
-        console.print(f"\nand {len(failed) - SHOWN} more cases; --json has them all")
-    console.print(summary(result), highlight=False, soft_wrap=True)
+        say(f"\nand {len(failed) - SHOWN} more cases; --json has them all")
+    say(summary(result))
 
 
 def levels_table(result: parity.SuiteResult) -> Table:
