@@ -316,12 +316,13 @@ def test_feed_forward_has_dropout_behind_both_projections():
 # ---------------------------------------------------------------- the oracle can fail
 
 
-def test_one_ulp_in_one_weight_is_seen():
+def test_a_few_ulps_in_one_weight_are_seen():
     case = MAIN[0]
     module, inputs = build(case, "float64"), [to_torch(x, "float64") for x in case.inputs()]
     expected = first_document({k: v.clone() for k, v in module.state_dict().items()}, case.heads, inputs, None)
     with torch.no_grad():
-        w = module.fc_out.weight
-        w[3, 5] = torch.nextafter(w[3, 5], w[3, 5] * 2)
+        # One ulp alone may be rounded away in all ten rows.
+        w = module.fc_out.weight.view(-1)
+        w[w.abs().argmax()] *= 1 + 2.0**-49
     with pytest.raises(AssertionError, match="largest difference"):
         assert_same_bits(module(*inputs, None), expected)
