@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.evidence.numerics import (
+    PRECISION_RULE,
     UNIT,
     finite_scale,
     identity,
@@ -221,13 +222,14 @@ def test_precision_passes_torchs_own_noise_and_fails_thrice_more_than_is_allowed
 
     ensemble = [oracle + noise[i] for i in range(5)]
     assert precision(oracle + noise[5], ensemble, oracle, dtype).passed
-    allowed = 4 * UNIT[dtype] + UNIT[dtype] * np.abs(oracle).max()
+    k_max, floor_max, k_rms, floor_rms = (UNIT[dtype] * constant for constant in PRECISION_RULE[dtype])
+    scale = np.abs(oracle).max()
     spike = oracle + noise[5]
-    spike[17] += 3 * allowed
+    spike[17] += 3 * (k_max + floor_max * scale)
     result = precision(spike, ensemble, oracle, dtype)
-    assert 2 < result.max_ratio < 6 and not result.passed
+    assert 2 < result.max_ratio < 4 and result.rms_ratio < 1 and not result.passed
     # Spread over all values an error shows in the mean square before any of them is too large.
-    spread = precision(oracle + 3 * UNIT[dtype] * np.sign(noise[5]), ensemble, oracle, dtype)
+    spread = precision(oracle + 1.2 * (0.6 * k_rms + floor_rms * scale) * np.sign(noise[5]), ensemble, oracle, dtype)
     assert spread.max_ratio < 1 < spread.rms_ratio and not spread.passed
 
 
