@@ -29,9 +29,9 @@ def forbidden(path):
     name = path.relative_to(ROOT / "parity").as_posix()
     if name == "suite.py":
         return set()
-    if name in ("frameworks/torch.py", "frameworks/exactness.py"):
+    if name.startswith("frameworks/torch/"):
         return {"jax", "flax"} | WINGS
-    if name in ("frameworks/nnx.py", "frameworks/linen.py"):
+    if name.startswith(("frameworks/nnx/", "frameworks/linen/")):
         return {"torch"} | WINGS
     return FRAMEWORKS | WINGS
 

@@ -348,6 +348,8 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     """Flax's float64 gradient, torch's, and Flax's native one, if any, under each torch path, in torch's layout."""
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
     found = []
+    # An array that Flax has under several names has its gradient under the first.
+    first_names = {p.target.identity: p.target.path for p in subject.pairing.pairs if p.target.path in wide_run}
     by_source = {p.source.path: p for p in subject.pairing.pairs}
     missing = []
     for path, oracle in subject.torch_wide.gradients.items():
@@ -355,7 +357,7 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
             flax_path, back = path, (lambda array: array)
         elif path in by_source:
             p = by_source[path]
-            flax_path, back = p.target.path, p.layout.inverse().apply
+            flax_path, back = first_names.get(p.target.identity, p.target.path), p.layout.inverse().apply
         else:
             continue
         if flax_path not in wide_run:

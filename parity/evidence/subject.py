@@ -90,7 +90,7 @@ class Subject:
         ]
         if self.dtype not in UNIT:
             problems.append(f"the torch model computes in {self.dtype}; only {', '.join(UNIT)} can be compared")
-        if self.dtype == "float64" and not x64_enabled(self.flax):
+        if self.dtype == "float64" and not self.flax.x64_enabled():
             problems.append(
                 "the models compute in float64, but jax runs without 64-bit types; "
                 'call jax.config.update("jax_enable_x64", True), or compare in float32'
@@ -268,10 +268,6 @@ def described(value: Any, subject: Subject) -> str:
     if room is not None:
         return f"{describe(value)}; the torch model comes first, the Flax model second"
     return describe(value)
-
-
-def x64_enabled(flax: ModuleType) -> bool:
-    return bool(flax.jax.config.jax_enable_x64)
 
 
 def arrays_of(call: Call) -> list[tuple[str, np.ndarray]]:

@@ -292,7 +292,6 @@ def test_nothing_of_the_callers_changes(name):
     assert args[0].grad is None
 
 
-@pytest.mark.xfail(reason="torch.func.functional_call does not put a shared module's parameters back: frameworks/torch.py")
 def test_a_module_under_two_names_is_as_before():
     class TorchAlias(TorchTwo):
         def __init__(self):
@@ -311,7 +310,6 @@ def test_a_module_under_two_names_is_as_before():
     assert report.passed, str(report)
 
 
-@pytest.mark.xfail(reason="a model that draws numbers moves torch's generator: frameworks/torch.py")
 def test_a_random_model_does_not_move_the_callers_generator():
     torch_model, flax_model = draw(TorchNoisy(), "two"), two()[1]
     before = torch.get_rng_state()

@@ -138,7 +138,6 @@ class FlaxShared(nnx.Module):
         return {"y": self.last(x) * gain, "none": None}
 
 
-@pytest.mark.xfail(reason="torch.func.functional_call does not put a shared module's parameters back: frameworks/torch.py")
 def test_lists_and_shared_modules_go_by_their_first_path():
     torch_model, flax_model = transferred(TorchShared(), FlaxShared(rngs=nnx.Rngs(0)), "shared")
     trace = parity.trace(torch_model, flax_model, normal(3, 4), kwargs={"gain": 2.0})

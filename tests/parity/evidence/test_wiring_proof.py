@@ -15,7 +15,7 @@ import parity
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.probes import dyadic, sparse
 from parity.evidence.wiring import Probe, compare_bits
-from parity.frameworks.exactness import NotProvableError, prove
+from parity.frameworks.torch.exactness import NotProvableError, prove
 
 # --------------------------------------------------------------- random models, evaluated twice
 

@@ -1,0 +1,108 @@
+"""What every module of an NNX model returns while it runs."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from parity.evidence.calls import Call, Captured, Evaluation
+from parity.evidence.trees import flatten, mapped
+from parity.frameworks.nnx.leaves import is_array, walk
+from parity.frameworks.nnx.running import QUICK, Arguments, Slot, pinned, platform, prepare
+from parity.frameworks.nnx.widening import follow_dtype, widened
+
+
+def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
+    """Run a model once under jit and record every submodule's output, in the order in which they finish.
+
+    What ran inside a loop of the compiler (a scanned cell) has no value outside of it and is left out.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        order: list[tuple[str, int, str, Any]] = []
+
+        def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
+            order.clear()
+            model = follow_dtype(nnx.merge(graphdef, parameters, rest))
+            args, kwargs = mapped(
+                lambda _, leaf: {**values, **others}[leaf.path] if isinstance(leaf, Slot) else leaf, arguments.skeleton.tree
+            )
+            with recording(model) as records:
+                output = model(*args, **kwargs)
+            arrays = []
+            for path, call_number, values_ in records:
+                for name, value in values_.items():
+                    order.append((path, call_number, name, None if is_array(value) else value))
+                    arrays.append(value if is_array(value) else None)
+            return dict(flatten(output, is_array)), arrays
+
+        quick = jax.jit(body, compiler_options=QUICK.get(platform()))
+        run = quick if can_jit(body, parameters, rest, arguments) else body
+        outputs, arrays = run(parameters, rest, arguments.values, arguments.others)
+        captured: dict[tuple[str, int], dict[str, Any]] = {}
+        for (path, number, name, static), array in zip(order, arrays, strict=True):
+            captured.setdefault((path, number), {})[name] = static if array is None else np.array(array)
+        plain = {path: np.array(v) if is_array(v) else v for path, v in outputs.items()}
+    return Evaluation(plain), [Captured(path, number, values) for (path, number), values in captured.items()]
+
+
+def can_jit(body: Callable[..., Any], parameters: Any, rest: Any, arguments: Arguments) -> bool:
+    """Whether all that was recorded can leave the traced function; inside an inner jit or scan it cannot."""
+    try:
+        jax.eval_shape(body, parameters, rest, arguments.values, arguments.others)
+    except jax.errors.UnexpectedTracerError:
+        return False
+    except TypeError:
+        # A result that is no array, such as a string, cannot leave a traced function.
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def recording(model: Any) -> Iterator[list[tuple[str, int, dict[str, Any]]]]:
+    """Record what every module below `model` returns, by replacing `__call__` on their classes meanwhile."""
+    records: list[tuple[str, int, dict[str, Any]]] = []
+    paths: dict[int, str] = {}
+    for _, torch_path, node in walk(model):
+        if isinstance(node, nnx.Module):
+            paths.setdefault(id(node), ".".join(torch_path))
+    counts: dict[str, int] = {}
+    depth: list[int] = []
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # A class that calls super().__call__ is still one module: only its outermost call counts.
+            if id(self) not in paths or id(self) in depth:
+                return original(self, *args, **kwargs)
+            depth.append(id(self))
+            try:
+                output = original(self, *args, **kwargs)
+            finally:
+                depth.pop()
+            path = paths[id(self)]
+            counts[path] = counts.get(path, 0) + 1
+            records.append((path, counts[path] - 1, dict(flatten(output, is_array))))
+            return output
+
+        return recorded
+
+    owners = {
+        cls
+        for _, _, node in walk(model)
+        if isinstance(node, nnx.Module)
+        for cls in type(node).__mro__
+        if "__call__" in vars(cls) and issubclass(cls, nnx.Module)
+    }
+    originals = {cls: vars(cls)["__call__"] for cls in owners}
+    try:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", wrap(original))  # noqa: B010
+        yield records
+    finally:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", original)  # noqa: B010

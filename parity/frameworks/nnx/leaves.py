@@ -1,0 +1,258 @@
+"""NNX models and states as leaves and layers, and how they are written."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from parity.errors import InputError
+from parity.weights.leaf import Layer, Leaf, Role, Shared
+
+NAME = "flax"
+
+
+def is_model(value: Any) -> bool:
+    return isinstance(value, nnx.Module)
+
+
+def owns(value: Any) -> bool:
+    """Whether `value` is a module or a state."""
+    return is_model(value) or isinstance(value, nnx.State)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def unreadable(array: Any) -> str:
+    """Why an array has no values that NumPy could hold, '' if it has."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return "is abstract and holds no values; it can be a target of transfer, not a source"
+    if isinstance(array, jax.core.Tracer):
+        return "is being traced and holds no values; call outside jit, grad and vmap"
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return "is spread over several machines and cannot be read from one of them"
+    if not isinstance(array, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        return f"holds a {type(array).__name__}, not an array; leave it out with ignore"
+    return ""
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """The array as NumPy, sharing its memory where that is on the host.
+
+    Raises:
+        InputError: the array has no values, or lies partly on another machine.
+    """
+    if unreadable(array):
+        raise InputError(f"an array {unreadable(array)}")
+    return np.asarray(array) if hasattr(array, "dtype") else np.asarray(array, dtype_name(array))
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name; of a Python number that of the array that jax would make; of anything else its type's."""
+    if isinstance(array, bool | int | float | complex):
+        return str(jnp.result_type(array))
+    return str(getattr(array, "dtype", type(array).__name__))
+
+
+def walk(
+    node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()
+) -> Iterator[Any]:
+    """Every module, container and variable below a node, each under every path that leads to it.
+
+    Yields:
+        The path, the path in torch's words, and the node itself.
+    """
+    if id(node) in inside:
+        return
+    yield path, torch_path, node
+    if isinstance(node, nnx.Variable):
+        return
+    for name, child in parts(node):
+        if isinstance(child, nnx.Pytree | nnx.Variable | Mapping | list | tuple):
+            # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
+            skip = isinstance(node, nnx.Sequential) and name == "layers"
+            yield from walk(child, (*path, name), torch_path if skip else (*torch_path, name), (*inside, id(node)))
+
+
+def parts(node: Any) -> list[tuple[str, Any]]:
+    if isinstance(node, nnx.List | list | tuple):
+        return [(str(index), child) for index, child in enumerate(node)]
+    if isinstance(node, Mapping):
+        return [(str(key), child) for key, child in node.items()]
+    if isinstance(node, nnx.Pytree):
+        return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")]
+    return []
+
+
+def kinds(module: Any) -> tuple[str, ...]:
+    """Public names of a module's classes, nearest first."""
+    names = []
+    for cls in type(module).__mro__:
+        builtin = cls.__module__.startswith("flax.nnx")
+        names.append(f"flax.nnx.{cls.__name__}" if builtin else f"{cls.__module__}.{cls.__qualname__}")
+    return tuple(names)
+
+
+def role_of(variable: Any) -> Role:
+    if isinstance(variable, nnx.RngState):
+        return "random state"
+    return "parameter" if isinstance(variable, nnx.Param) else "buffer"
+
+
+def make_leaf(path: str, owner: str, name: str, names: tuple[str, ...], role: Role, identity: Hashable, array: Any) -> Leaf:
+    shape, dtype, reason = tuple(getattr(array, "shape", ())), dtype_name(array), unreadable(array)
+    if role == "random state":
+        shape, dtype, reason = (), "key", ""
+
+    def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
+        lendable = isinstance(array, jax.Array) and len(array.devices()) == 1
+        return Shared(array, axes) if lendable else to_numpy(array).transpose(axes)
+
+    return Leaf(path, owner, name, names, shape, dtype, role, identity, lambda: to_numpy(array), share, reason)
+
+
+def leaves(value: Any) -> list[Leaf]:
+    """Every variable, shared ones under each name, in the order of the attributes."""
+    if not is_model(value):
+        return [
+            make_leaf(".".join(path), ".".join(path[:-1]), path[-1], (), role_of(leaf), id(leaf), content(leaf))
+            for path, leaf in ((tuple(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(value))
+        ]
+    found = []
+    modules: dict[tuple[str, ...], Any] = {}
+    for path, torch_path, node in walk(value):
+        modules[path] = node
+        if isinstance(node, nnx.Variable):
+            owner = modules[path[:-1]]
+            names = kinds(owner) if isinstance(owner, nnx.Module) else ()
+            leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
+            found.append(leaf)
+    return found
+
+
+def content(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def layers(value: Any) -> list[Layer]:
+    """Every module under its path in torch's words, the root as ''."""
+    if not is_model(value):
+        return []
+    return [
+        Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path))
+        for path, torch_path, node in walk(value)
+        if isinstance(node, nnx.Module)
+    ]
+
+
+def setting_reader(module: Any) -> Callable[[str], Any]:
+    def read(name: str) -> Any:
+        value = getattr(module, name, None)
+        if name == "dtype" and value is not None:
+            return str(jnp.dtype(value))
+        return value
+
+    return read
+
+
+def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """Write arrays into a module in place, or make a state of them.
+
+    Args:
+        value: the target.
+        arrays: by path; NumPy arrays are copied, `Shared` ones keep their memory where jax can.
+
+    Returns:
+        The filled module or the new state, and the paths whose memory is shared.
+    """
+    if is_model(value):
+        variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, nnx.Variable)}
+    else:
+        # The variables of a state are those of the module it was taken from: those stay as they are.
+        copies: dict[int, Any] = {}
+        flat = {
+            keys: copies.setdefault(id(leaf), leaf.copy() if isinstance(leaf, nnx.Variable) else leaf)
+            for keys, leaf in nnx.to_flat_state(value)
+        }
+        variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
+    new = copied_arrays({p: a for p, a in arrays.items() if not isinstance(a, Shared)}, variables)
+    lent, done = shared_arrays({p: a for p, a in arrays.items() if isinstance(a, Shared)})
+    new |= lent
+    for path, variable in variables.items():
+        if path in new and isinstance(variable, nnx.Variable):
+            variable.set_value(new[path])
+    seed_abstract(variables)
+    if is_model(value):
+        return value, done
+    for keys, leaf in flat.items():
+        flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(str, keys)), leaf)
+    return nnx.from_flat_state(flat), done
+
+
+def seed_abstract(variables: Mapping[str, Any]) -> None:
+    """Give random state without values, as `nnx.eval_shape` leaves it, keys from seed 0: no source has any."""
+    for index, variable in enumerate(variables.values()):
+        state = content(variable)
+        if isinstance(variable, nnx.RngState) and isinstance(state, jax.ShapeDtypeStruct):
+            # Each its own, so that no two dropout layers draw the same mask.
+            key = jax.random.fold_in(jax.random.key(0), index)
+            seeded = jax.random.split(key, state.shape) if state.shape else key
+            variable.set_value(seeded if isinstance(variable, nnx.RngKey) else jnp.zeros(state.shape, state.dtype))
+
+
+def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> dict[str, Any]:
+    # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
+    # here. What is strided it must copy itself, and one call for all of them is the fastest.
+    own = {
+        path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
+    }
+    places = {path: place(content(targets[path])) for path in own}
+    return jax.block_until_ready(jax.device_put(own, places))
+
+
+def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:
+    new, done = {}, set()
+    for path, shared in arrays.items():
+        array = jax.dlpack.from_dlpack(shared.array)
+        if shared.axes != tuple(range(len(shared.axes))):
+            new[path] = jax.block_until_ready(jnp.transpose(array, shared.axes))
+        elif array.unsafe_buffer_pointer() == pointer(shared.array):
+            new[path] = array
+            done.add(path)
+        else:
+            # jax copies on its own where it cannot use the memory as it lies.
+            new[path] = jax.block_until_ready(jnp.array(array, copy=True))
+    return new, done
+
+
+def pointer(array: Any) -> int | None:
+    if isinstance(array, jax.Array):
+        return array.unsafe_buffer_pointer()
+    return array.data_ptr() if hasattr(array, "data_ptr") else None
+
+
+def place(target: Any) -> Any:
+    """Where an existing array was put on purpose; None lets jax choose."""
+    return target.sharding if isinstance(target, jax.Array) and target.committed else None
+
+
+def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
+    """Why a module or state cannot take arrays of these dtypes, by path; one sentence each."""
+    wide = [path for path, dtype in dtypes.items() if dtype in ("float64", "int64", "uint64", "complex128")]
+    if not wide or jax.config.jax_enable_x64:
+        return []
+    return [
+        f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''} would be cut from "
+        f"{dtypes[wide[0]]} to 32 bits, because jax runs without 64-bit types; "
+        'call jax.config.update("jax_enable_x64", True) first, or pass cast="target"'
+    ]
+
+
+def model_dtype(model: Any) -> str | None:
+    """The dtype of the floating point parameters, None if there are none."""
+    floats = [leaf.dtype for leaf in leaves(model) if leaf.role == "parameter" and "float" in leaf.dtype]
+    return floats[0] if floats else None

@@ -1,0 +1,31 @@
+"""PyTorch in the words of this package: the door of its room."""
+
+from parity.frameworks.torch.exactness import NotProvableError as NotProvableError
+from parity.frameworks.torch.exactness import Prover as Prover
+from parity.frameworks.torch.leaves import NAME as NAME
+from parity.frameworks.torch.leaves import dense as dense
+from parity.frameworks.torch.leaves import fill as fill
+from parity.frameworks.torch.leaves import from_numpy as from_numpy
+from parity.frameworks.torch.leaves import is_array as is_array
+from parity.frameworks.torch.leaves import is_model as is_model
+from parity.frameworks.torch.leaves import kinds as kinds
+from parity.frameworks.torch.leaves import layers as layers
+from parity.frameworks.torch.leaves import leaves as leaves
+from parity.frameworks.torch.leaves import owns as owns
+from parity.frameworks.torch.leaves import refusals as refusals
+from parity.frameworks.torch.leaves import to_numpy as to_numpy
+from parity.frameworks.torch.leaves import unreadable as unreadable
+from parity.frameworks.torch.modes import Kinks as Kinks
+from parity.frameworks.torch.modes import Shaken as Shaken
+from parity.frameworks.torch.running import backward as backward
+from parity.frameworks.torch.running import capture as capture
+from parity.frameworks.torch.running import environment as environment
+from parity.frameworks.torch.running import evaluate as evaluate
+from parity.frameworks.torch.running import fresh as fresh
+from parity.frameworks.torch.running import gpu_missing as gpu_missing
+from parity.frameworks.torch.running import model_dtype as model_dtype
+from parity.frameworks.torch.running import output_dtypes as output_dtypes
+from parity.frameworks.torch.running import pinned as pinned
+from parity.frameworks.torch.running import plain as plain
+from parity.frameworks.torch.running import problems_before_running as problems_before_running
+from parity.frameworks.torch.running import raises as raises

@@ -1,0 +1,232 @@
+"""PyTorch models and state_dicts as leaves and layers, and how they are written."""
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from parity.errors import InputError
+from parity.weights.leaf import Layer, Leaf, Role, Shared
+from parity.weights.paths import split
+
+NAME = "torch"
+
+# NumPy has no such dtypes: their bits travel as integers of the same width.
+BITS = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+    torch.float8_e4m3fnuz: (torch.uint8, ml_dtypes.float8_e4m3fnuz),
+    torch.float8_e5m2fnuz: (torch.uint8, ml_dtypes.float8_e5m2fnuz),
+    torch.float8_e8m0fnu: (torch.uint8, ml_dtypes.float8_e8m0fnu),
+}
+
+
+def is_model(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def owns(value: Any) -> bool:
+    """Whether `value` is a module, or a state_dict: a flat mapping from names to tensors."""
+    if is_model(value):
+        return True
+    flat = isinstance(value, Mapping) and len(value) > 0
+    return flat and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def unreadable(tensor: Tensor) -> str:
+    """Why a tensor has no values that NumPy could hold, '' if it has."""
+    if tensor.is_meta:
+        return "is on the meta device and holds no values; load or initialise the model first"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is not dense, it has layout {tensor.layout} and dtype {dtype_name(tensor)}; use .to_dense() or .dequantize()"
+    return ""
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor as NumPy, sharing its memory where that is on the host.
+
+    Raises:
+        InputError: the tensor holds no values, or is sparse or quantised.
+    """
+    if unreadable(tensor):
+        raise InputError(f"a tensor {unreadable(tensor)}")
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype in BITS:
+        bits, dtype = BITS[tensor.dtype]
+        return tensor.view(bits).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    """The array as a tensor that shares its memory; never write into it."""
+    # Positive strides are all that torch knows, and at least one axis order.
+    array = np.asarray(array) if all(s >= 0 for s in array.strides) else array.copy()
+    with warnings.catch_warnings():
+        # torch warns that a read-only array could be written through the tensor.
+        warnings.simplefilter("ignore", UserWarning)
+        for torch_dtype, (bits, dtype) in BITS.items():
+            if array.dtype == dtype:
+                carrier = np.dtype(str(bits).removeprefix("torch."))
+                return torch.from_numpy(array.view(carrier)).view(torch_dtype)
+        return torch.from_numpy(array)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def kinds(module: nn.Module) -> tuple[str, ...]:
+    """Public names of a module's classes, nearest first."""
+    names = []
+    for cls in type(module).__mro__:
+        builtin = cls.__module__.startswith("torch.nn.modules")
+        names.append(f"torch.nn.{cls.__name__}" if builtin else f"{cls.__module__}.{cls.__qualname__}")
+    return tuple(names)
+
+
+def make_leaf(path: str, tensor: Tensor, names: tuple[str, ...], role: Role) -> Leaf:
+    owner, name = split(path)
+
+    def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
+        if not dense(tensor):
+            return to_numpy(tensor).transpose(axes)
+        # jax cannot permute without a copy, but it takes the strides of a permuted array as they come.
+        return Shared(tensor.detach().permute(axes), tuple(range(tensor.ndim)))
+
+    def read() -> np.ndarray:
+        return to_numpy(tensor)
+
+    dtype, reason = dtype_name(tensor), unreadable(tensor)
+    return Leaf(path, owner, name, names, tuple(tensor.shape), dtype, role, identity_of(tensor), read, share, reason)
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the elements lie without gaps or overlaps, in whatever order of the axes: others cannot be lent to jax."""
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis])).is_contiguous()
+
+
+def identity_of(tensor: Tensor) -> Hashable:
+    """Equal for two tensors exactly if they are the same elements of one memory."""
+    memory = tensor.untyped_storage().data_ptr() if not unreadable(tensor) else 0
+    return (memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if memory else id(tensor)
+
+
+def leaves(value: Any) -> list[Leaf]:
+    """Parameters and persistent buffers in the order of the state_dict, tied ones under each name.
+
+    Raises:
+        InputError: a lazy module has not seen an input yet.
+    """
+    if not is_model(value):
+        return [make_leaf(path, tensor, (), "parameter") for path, tensor in value.items()]
+    modules = dict(value.named_modules(remove_duplicate=False))
+    parameters = {path for path, _ in value.named_parameters(remove_duplicate=False)}
+    found = []
+    lazy = [path for path, tensor in value.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        raise InputError(f"{', '.join(lazy)} of a lazy module has no shape yet; run the model once on an example first")
+    for path, tensor in value.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            owner = modules.get(split(path)[0])
+            role: Role = "parameter" if path in parameters else "buffer"
+            found.append(make_leaf(path, tensor, kinds(owner) if owner is not None else (), role))
+    return found
+
+
+def layers(value: Any) -> list[Layer]:
+    """Every module under its path, the root as ''."""
+    if not is_model(value):
+        return []
+    modules = value.named_modules(remove_duplicate=False)
+    return [Layer(path, kinds(module), setting_reader(module), path) for path, module in modules]
+
+
+def setting_reader(module: nn.Module) -> Callable[[str], Any]:
+    def read(name: str) -> Any:
+        if name == "parameter dtype":
+            floats = [dtype_name(p) for p in module.parameters(recurse=False) if p.is_floating_point()]
+            return floats[0] if floats else None
+        return getattr(module, name, None)
+
+    return read
+
+
+def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
+    """Why a module cannot take arrays of these dtypes, by path; one sentence each. A tree can take any."""
+    if not is_model(value):
+        return []
+    existing = value.state_dict(keep_vars=True)
+    found = []
+    for path in dtypes:
+        tensor = existing[path]
+        if tensor.is_meta:
+            found.append(f'{path} of the target is on the meta device; call .to_empty(device="cpu") on the model first')
+        elif tensor.layout != torch.strided or tensor.is_quantized:
+            found.append(f"{path} of the target {unreadable(tensor)}")
+        elif tensor.numel() and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            found.append(f"{path} of the target holds one element for several; make it a .clone() first")
+        elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+            found.append(f"{path} of the target was made in inference mode and cannot be written; make it outside")
+    return found
+
+
+def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """Write arrays into a module in place, or make a state_dict of them.
+
+    Args:
+        value: the target.
+        arrays: by path; NumPy arrays are copied, `Shared` ones keep their memory where that can be.
+
+    Returns:
+        The filled module or the new state_dict, and the paths whose memory is shared.
+    """
+    shared = {path for path, array in arrays.items() if isinstance(array, Shared)}
+    tensors = {
+        path: torch.utils.dlpack.from_dlpack(a.array).permute(a.axes) if path in shared else from_numpy(a)
+        for path, a in arrays.items()
+    }
+    if not is_model(value):
+        return new_state_dict(value, tensors, shared), shared
+    existing = value.state_dict(keep_vars=True)
+    done: set[str] = set()
+    with torch.no_grad():
+        for path, tensor in tensors.items():
+            target = existing[path]
+            if path in shared and target.device == tensor.device:
+                target.data = tensor
+                done.add(path)
+            elif target.dtype != tensor.dtype:
+                # Only by cast: the parameter takes on the dtype in which the array arrives.
+                target.data = tensor.to(target.device, copy=True).contiguous()
+            else:
+                target.copy_(tensor)
+    return value, done
+
+
+def new_state_dict(value: Mapping[str, Tensor], tensors: Mapping[str, Tensor], shared: set[str]) -> dict[str, Tensor]:
+    """A state_dict like `value` with new values, contiguous and on the old devices; what was tied is tied again."""
+    made: dict[Hashable, Tensor] = {}
+    for path, tensor in tensors.items():
+        old = value[path]
+        device = tensor.device if old.is_meta else old.device
+        # The clone is wanted also where the device is the same: `tensor` is the source's own memory.
+        copied = tensor.clone(memory_format=torch.contiguous_format).to(device)
+        made[identity_of(old)] = tensor if path in shared else copied
+    for tensor in value.values():
+        made.setdefault(identity_of(tensor), tensor.detach().clone())
+    return {path: made[identity_of(tensor)] for path, tensor in value.items()}

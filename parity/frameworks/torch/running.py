@@ -1,0 +1,262 @@
+"""Running PyTorch models on copies of their parameters."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.errors import first_line
+from parity.evidence.calls import Abstract, Call, Captured, Evaluation
+from parity.evidence.trees import flatten, mapped
+from parity.frameworks.torch.leaves import dtype_name, from_numpy, is_array, kinds, to_numpy, torch_dtype
+from parity.frameworks.torch.modes import Widened
+from parity.weights.paths import split
+
+
+def problems_before_running(model: nn.Module) -> list[str]:
+    """Why a model cannot be compared as it stands: in train mode, on several devices, without values."""
+    found = []
+    training = [path or "the model" for path, module in model.named_modules() if module.training and depends_on_mode(module)]
+    if training:
+        found.append(
+            f"the torch model is in train mode, and that changes what {', '.join(training[:4])}"
+            f"{' and others' if len(training) > 4 else ''} computes; call .eval() on it first"
+        )
+    devices = {str(t.device) for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    if "meta" in devices:
+        found.append("the torch model has parameters on the meta device, which hold no values; load or initialise it first")
+    elif len(devices) > 1:
+        found.append(f"the torch model is spread over {', '.join(sorted(devices))}; move it to one device with .to(...)")
+    return found
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    names = kinds(module)
+    if any("dropout" in name.lower() for name in names if name.startswith("torch.nn.")):
+        return getattr(module, "p", 1) > 0
+    if "torch.nn._BatchNorm" in names or "torch.nn._NormBase" in names:
+        return True
+    if getattr(module, "dropout", 0) and isinstance(module.dropout, float):
+        return True
+    forward = type(module).forward
+    if forward.__module__.startswith("torch."):
+        return False
+    code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
+    return code is not None and "training" in code.co_names
+
+
+def device_of(model: nn.Module) -> torch.device:
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, Tensor):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def model_dtype(model: nn.Module) -> str | None:
+    """The dtype of the floating point parameters, None if there are none."""
+    floats = [dtype_name(p) for p in model.parameters() if p.is_floating_point()]
+    return floats[0] if floats else None
+
+
+@contextlib.contextmanager
+def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
+    """Full float32 products, deterministic algorithms, no autocast; all restored afterwards.
+
+    Args:
+        threads: of torch's own inside; None leaves them. Many small models run several times
+            faster with one, because OpenMP's threads and XLA's wait for each other.
+
+    Yields:
+        What was pinned, for the report.
+    """
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with (
+            torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False),
+            torch.inference_mode(False),
+            # A model that draws numbers must not move the caller's generators.
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+        ):
+            yield {"torch float32 products": "highest", "torch cuDNN TF32": "off", "torch algorithms": "deterministic"}
+    finally:
+        torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def evaluate(
+    model: nn.Module,
+    call: Call,
+    *,
+    dtype: str | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
+    cotangents: Mapping[str, np.ndarray] | None = None,
+    watch: Callable[[dict[int, str]], TorchDispatchMode] | None = None,
+    meta: bool = False,
+) -> Evaluation:
+    """Run a model on copies of its parameters.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: floating point parameters and arguments are cast to it; None keeps the model's.
+        weights: arrays to use in place of parameters and buffers, by path.
+        cotangents: by output path; if given, gradients are computed.
+        watch: makes a dispatch mode, from the names of parameters and inputs by `id`, that sees
+            every operation, forward and backward.
+        meta: compute shapes and dtypes only; the outputs are `Abstract`.
+
+    Returns:
+        Outputs by path, and gradients by `input ...` and parameter path.
+    """
+    device = torch.device("meta") if meta else device_of(model)
+    wants_gradients = cotangents is not None
+    state = dict(model.state_dict(keep_vars=True))
+    # Non-persistent buffers are not in the state_dict, but the forward pass needs them in the same dtype.
+    state |= dict(model.named_buffers(remove_duplicate=False))
+    originals: dict[int, Tensor] = {}
+    replaced: dict[str, Tensor] = {}
+    for path, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        given = None if weights is None else weights.get(path)
+        key = id(tensor) if given is None else id(given)
+        if key not in originals:
+            originals[key] = fresh(tensor if given is None else from_numpy(given), dtype, device)
+            if wants_gradients and originals[key].is_floating_point() and tensor.requires_grad:
+                originals[key].requires_grad_()
+        replaced[path] = originals[key]
+    inputs: dict[str, Tensor] = {}
+    arrays: dict[str, Tensor] = {}
+
+    def as_tensor(path: str, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        tensor = fresh(from_numpy(value), dtype if path in call.castable else None, device)
+        arrays[path] = tensor
+        if wants_gradients and tensor.is_floating_point() and path in call.castable:
+            tensor.requires_grad_()
+            inputs[path] = tensor
+        return tensor
+
+    args = mapped(as_tensor, call.args, "args")
+    kwargs = mapped(as_tensor, dict(call.kwargs), "kwargs")
+    names = {id(tensor): f"parameter {path}" for path, tensor in replaced.items()}
+    names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
+    watched = watch(names) if watch else contextlib.nullcontext()
+    widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
+    with torch.enable_grad() if wants_gradients else torch.no_grad(), widened, watched:
+        output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
+        outputs = dict(flatten(output, is_array))
+        gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
+    if meta:
+        return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
+    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients)
+
+
+def once(model: nn.Module, replaced: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The replacements, each array of each module under one name.
+
+    `functional_call` does not put back what it replaced twice, under two names of one module.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[tuple[int, str], str] = {}
+    for path in replaced:
+        owner, name = split(path)
+        found.setdefault((id(modules[owner]), name), path)
+    return {path: replaced[path] for path in found.values()}
+
+
+def fresh(tensor: Tensor, dtype: str | None, device: torch.device) -> Tensor:
+    """A copy that no caller holds, floating point values in the asked dtype."""
+    wanted = torch_dtype(dtype) if dtype and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(device=device, dtype=wanted, copy=True)
+
+
+def plain(value: Any) -> Any:
+    # The tensor may be a view of a copy that this function made: copy out of it.
+    return np.array(to_numpy(value)) if isinstance(value, Tensor) else value
+
+
+def backward(
+    outputs: Mapping[str, Any], cotangents: Mapping[str, np.ndarray], inputs: dict[str, Tensor], state: dict[str, Tensor]
+) -> dict[str, np.ndarray]:
+    """Gradients of sum(output * cotangent); zero where torch says that nothing depends on a leaf."""
+    leaves = {f"input {path}": tensor for path, tensor in inputs.items()}
+    leaves |= {path: tensor for path, tensor in state.items() if tensor.requires_grad}
+    heads = [(t, cotangents[p]) for p, t in outputs.items() if isinstance(t, Tensor) and t.requires_grad and p in cotangents]
+    if not heads or not leaves:
+        return {path: np.zeros(tuple(t.shape), np.float64) for path, t in leaves.items()}
+    found = torch.autograd.grad(
+        [tensor for tensor, _ in heads],
+        list(leaves.values()),
+        [from_numpy(np.array(cotangent)).to(tensor.device, tensor.dtype) for tensor, cotangent in heads],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return {path: np.array(to_numpy(gradient)) for path, gradient in zip(leaves, found, strict=True)}
+
+
+def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
+    """Run a model and record every submodule's output, in the order in which they finish."""
+    records: list[Captured] = []
+    counts: dict[str, int] = {}
+    handles = []
+
+    def hook(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            counts[path] = counts.get(path, 0) + 1
+            values = {name: plain(value) for name, value in flatten(output, is_array)}
+            records.append(Captured(path, counts[path] - 1, values))
+
+        return record
+
+    try:
+        for path, module in model.named_modules():
+            handles.append(module.register_forward_hook(hook(path)))
+        result = evaluate(model, call, dtype=dtype)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return result, records
+
+
+def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+
+    Nothing is computed.
+    """
+    outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
+    return {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Abstract)}
+
+
+def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:
+    """What a model does with arguments, without computing: the error, or the shapes of its outputs."""
+    try:
+        outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return tuple(leaf.shape for leaf in outputs.values() if isinstance(leaf, Abstract))
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices, for the report."""
+    devices = ["cpu"] + [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"torch": str(torch.__version__), "torch devices": ", ".join(devices)}
+
+
+def gpu_missing() -> str | None:
+    """Why no GPU can be used, None if one can."""
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
