@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.errors import InputError
+from parity.errors import InputError, first_line
 from parity.evidence.numerics import UNIT, finite_scale, same_specials, ulp_distance, wide
 from parity.evidence.result import ArrayDiff, Diff
 from parity.evidence.trees import flatten
@@ -74,7 +74,10 @@ def as_array(path: str, leaf: Any) -> np.ndarray:
             return load("torch").to_numpy(leaf)
         except InputError as error:
             raise InputError(f"{path or 'the value'}: {error}") from None
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except TypeError as error:
+        raise InputError(f"{path or 'the value'} is no array of numbers: {first_line(error)}") from None
     if array.dtype.kind in "OUSM":
         raise InputError(f"{path or 'the value'} is no array of numbers: {type(leaf).__name__}")
     return array

@@ -141,7 +141,7 @@ def spoiled(subject: Subject) -> list[tuple[str, Call, bool]]:
         with np.errstate(over="ignore"):
             calls.append((f"{path} in {np.dtype(other)}", replaced(subject.call, path, array.astype(other)), True))
     if values and all(array.ndim > 1 and array.shape[0] for _, array in values):
-        calls.append(("inputs without their first axis", changed(subject.call, lambda _, array: array[0]), False))
+        calls.append(("inputs without their first axis", changed(subject.call, lambda _, a: a[0] if a.ndim else a), False))
     return calls
 
 
@@ -151,6 +151,8 @@ def replaced(call: Call, path: str, array: np.ndarray) -> Call:
 
 def identical(subject: Subject) -> LevelResult:
     """Both sides in float64, rounded once to float32: bit-equal, but for proved rounding ties."""
+    if not numbers(subject.torch_native):
+        return LevelResult("identical", "not applicable", "the torch model returns no numbers")
     stopped = cannot_run_wide(subject)
     if stopped:
         return LevelResult("identical", "not run", stopped)
@@ -247,6 +249,10 @@ def cannot_run_wide(subject: Subject) -> str | None:
     return None
 
 
+def numbers(run: Evaluation) -> bool:
+    return any(isinstance(array, np.ndarray) and array.size for array in run.outputs.values())
+
+
 def floats(run: Evaluation) -> list[tuple[str, np.ndarray]]:
     return [(p, a) for p, a in run.outputs.items() if isinstance(a, np.ndarray) and "float" in str(a.dtype)]
 
@@ -257,6 +263,8 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
         oracle = subject.torch_wide
     except Exception as error:
         return LevelResult("native", "not run", f"no float64 oracle: {type(error).__name__}: {first_line(error)}")
+    if not floats(oracle):
+        return LevelResult("native", "not applicable", "the torch model returns no floating point numbers")
     findings, worst = [], 0.0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
@@ -304,7 +312,7 @@ def gradients(subject: Subject) -> LevelResult:
         return stopped
     if stopped:
         return LevelResult("gradients", "not run", stopped)
-    if not subject.torch_wide.gradients:
+    if not subject.torch_wide.gradients or not subject.cotangents:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     missing, triples = paired_gradients(subject)
     results, findings, notes, worst = [], missing, [], 0.0

@@ -1,7 +1,7 @@
 """Nested arguments and results: tuples, lists and mappings, without either framework."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 
@@ -29,11 +29,11 @@ def flatten(tree: Any, is_array: Callable[[Any], bool], path: str = "") -> Itera
 
 
 def mapped(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
-    """A copy of nested tuples, lists and mappings, with every leaf changed.
+    """A copy of nested tuples, lists, mappings and dataclasses, with every leaf changed.
 
     Args:
         change: gets a leaf's path and the leaf.
-        tree: anything; what is no tuple, list or mapping is a leaf.
+        tree: anything; what is none of them is a leaf.
         path: of the tree itself.
     """
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -42,4 +42,7 @@ def mapped(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
         return type(tree)(mapped(change, part, f"{path}[{i}]") for i, part in enumerate(tree))
     if isinstance(tree, Mapping):
         return {key: mapped(change, part, f"{path}[{key!r}]") for key, part in tree.items()}
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [f.name for f in fields(tree) if f.init]
+        return replace(tree, **{name: mapped(change, getattr(tree, name), f"{path}.{name}") for name in names})
     return change(path, tree)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
 # Findings shown for each level; the rest is in to_dict().
-SHOWN = 5
+SHOWN = 3
 WIDTH = 60
 
 

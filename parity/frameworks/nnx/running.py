@@ -16,6 +16,7 @@ from parity.evidence.calls import Call, Evaluation
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.nnx.leaves import content, is_array, leaves, to_numpy, walk
 from parity.frameworks.nnx.widening import follow_dtype, widened
+from parity.frameworks.settings import Held
 from parity.weights.leaf import Leaf
 
 # Evidence in float64 does not depend on how well XLA optimises: compiling less is four times faster.
@@ -67,15 +68,22 @@ def pinned(double: bool = False) -> Iterator[dict[str, str]]:
     Yields:
         What was pinned, for the report.
     """
+    # A float64 run widens what a model casts to float32, and may so mix dtypes that the model does not.
+    promotion = jax.numpy_dtype_promotion("standard") if double else contextlib.nullcontext()
     double = double or bool(jax.config.jax_enable_x64)
+    with UNFILTERED(), jax.default_matmul_precision("highest"), jax.enable_x64(double), jax.debug_nans(False), promotion:
+        yield {"jax matmul precision": "highest", "jax 64-bit types": "on in float64 runs only"}
+
+
+def unfiltered_tracebacks() -> Callable[[], object]:
+    """Let jax leave tracebacks as they are; returns what restores it."""
     filtering = jax.config.jax_traceback_filtering
     # Errors of the user's model are caught and told in one line; filtering their tracebacks costs 8 ms each.
     jax.config.update("jax_traceback_filtering", "off")
-    try:
-        with jax.default_matmul_precision("highest"), jax.enable_x64(double), jax.debug_nans(False):
-            yield {"jax matmul precision": "highest", "jax 64-bit types": "on in float64 runs only"}
-    finally:
-        jax.config.update("jax_traceback_filtering", filtering)
+    return functools.partial(jax.config.update, "jax_traceback_filtering", filtering)
+
+
+UNFILTERED = Held(unfiltered_tracebacks)
 
 
 def evaluate(
@@ -183,7 +191,9 @@ def exact(path: str, array: np.ndarray) -> jax.Array:
             raise InputError(f"{path} holds {array.dtype} values that do not fit in 32 bits; jax runs without 64-bit types")
     elif array.dtype == np.float64 and narrow.dtype != np.float64:
         # A float64 mask may hold numbers that float32 cannot tell from zero.
-        narrow = jnp.asarray(np.where(array == 0, 0.0, np.where(np.isnan(array), np.nan, np.sign(array))).astype(np.float32))
+        lost = (array != 0) & (np.abs(array) < np.finfo(np.float32).tiny)
+        with np.errstate(over="ignore"):
+            narrow = jnp.asarray(np.where(lost, np.sign(array), array).astype(np.float32))
     return narrow
 
 
@@ -260,7 +270,8 @@ def joined(trainable: Mapping[Any, Any], fixed: Mapping[Any, Any]) -> Any:
 
 
 def apply(graphdef: Any, parameters: Any, rest: Any, skeleton: Frozen, arrays: Mapping[str, Any]) -> Any:
-    model = follow_dtype(nnx.merge(graphdef, parameters, rest))
+    # Variables can be written only where they were made: here, not outside of a gradient.
+    model = follow_dtype(nnx.merge(graphdef, parameters, jax.tree.map(lambda array: array, rest)))
     args, kwargs = mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
     return model(*args, **kwargs)
 
@@ -289,10 +300,17 @@ def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:
     Nothing is computed.
     """
     with pinned(double=dtype == "float64"):
-        graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        graphdef, *given, arguments = prepare(model, call, dtype, None)
         body = functional(graphdef, arguments.skeleton, None)
-        outputs, _ = jax.eval_shape(body, parameters, rest, arguments.values, arguments.others, {})
-        return {path: str(leaf.dtype) for path, leaf in outputs.items()}
+        arrays, tree = jax.tree.flatten((*given, arguments.values, arguments.others, {}))
+        return abstract_dtypes(body, tree, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+
+
+@functools.lru_cache(maxsize=512)
+def abstract_dtypes(body: Callable[..., Any], tree: Any, arrays: tuple[jax.ShapeDtypeStruct, ...]) -> dict[str, str]:
+    """The dtypes of a body's outputs. Kept, since they do not depend on numbers and a trace takes 15 ms."""
+    outputs, _ = jax.eval_shape(body, *jax.tree.unflatten(tree, arrays))
+    return {path: str(leaf.dtype) for path, leaf in outputs.items()}
 
 
 def x64_enabled() -> bool:

@@ -77,9 +77,9 @@ def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    set_threads(threads or before)
     torch.set_float32_matmul_precision("highest")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_deterministic(True, warn_only=True)
     try:
         with (
             torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False),
@@ -91,9 +91,22 @@ def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
         ):
             yield {"torch float32 products": "highest", "torch cuDNN TF32": "off", "torch algorithms": "deterministic"}
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        set_deterministic(deterministic, warn_only=warn_only)
+
+
+def set_threads(count: int) -> None:
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
+
+
+def set_deterministic(mode: bool, *, warn_only: bool) -> None:
+    """`torch.use_deterministic_algorithms`, less its import of torch's compiler: three seconds, and nothing is compiled."""
+    if hasattr(torch._C, "_set_deterministic_algorithms"):
+        torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def evaluate(
@@ -147,8 +160,10 @@ def evaluate(
         tensor = fresh(from_numpy(value), dtype if path in call.castable else None, device)
         arrays[path] = tensor
         if wants_gradients and tensor.is_floating_point() and path in call.castable:
-            tensor.requires_grad_()
-            inputs[path] = tensor
+            inputs[path] = tensor.requires_grad_()
+            # A model may write into what it is given, but not into a leaf of autograd.
+            with torch.enable_grad():
+                return tensor.clone()
         return tensor
 
     args = mapped(as_tensor, call.args, "args")
