@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.errors import first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
 from parity.evidence.trees import flatten, mapped
+from parity.frameworks.settings import Held
 from parity.frameworks.torch.leaves import dtype_name, from_numpy, is_array, kinds, to_numpy, torch_dtype
 from parity.frameworks.torch.modes import Widened
 from parity.weights.paths import split
@@ -31,6 +32,9 @@ def problems_before_running(model: nn.Module) -> list[str]:
         found.append("the torch model has parameters on the meta device, which hold no values; load or initialise it first")
     elif len(devices) > 1:
         found.append(f"the torch model is spread over {', '.join(sorted(devices))}; move it to one device with .to(...)")
+    scripted = [path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        found.append(f"{scripted[0]} is compiled by torch.jit, which cannot run on copies; give the module it was made from")
     return found
 
 
@@ -73,16 +77,12 @@ def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
     Yields:
         What was pinned, for the report.
     """
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = torch.get_num_threads()
-    set_threads(threads or before)
-    torch.set_float32_matmul_precision("highest")
-    set_deterministic(True, warn_only=True)
+    if threads:
+        set_threads(threads)
     try:
         with (
-            torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False),
+            EXACT(),
             torch.inference_mode(False),
             # A model that draws numbers must not move the caller's generators.
             torch.random.fork_rng(devices=range(torch.cuda.device_count())),
@@ -91,9 +91,24 @@ def pinned(threads: int | None = None) -> Iterator[dict[str, str]]:
         ):
             yield {"torch float32 products": "highest", "torch cuDNN TF32": "off", "torch algorithms": "deterministic"}
     finally:
-        set_threads(before)
-        torch.set_float32_matmul_precision(precision)
-        set_deterministic(deterministic, warn_only=warn_only)
+        if threads:
+            set_threads(before)
+
+
+def exact_products() -> Callable[[], object]:
+    """Set for the process what makes torch exact and deterministic; returns what restores it."""
+    settings = contextlib.ExitStack()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings.callback(set_deterministic, deterministic, warn_only=warn_only)
+    settings.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    settings.enter_context(torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False))
+    torch.set_float32_matmul_precision("highest")
+    set_deterministic(True, warn_only=True)
+    return settings.close
+
+
+EXACT = Held(exact_products)
 
 
 def set_threads(count: int) -> None:

@@ -1,0 +1,176 @@
+"""Calls that a careful user would not make: each gets the right verdict or a clear error, and leaves nothing behind."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from evidence_pairs import normal, transferred
+from flax import nnx
+from torch import nn
+
+import jax_impl
+import parity
+import torch_impl
+from parity.frameworks import load
+
+FAST: dict[str, Any] = {"modes": ("compiled",)}
+
+
+class TorchThen(nn.Module):
+    """A layer, then a function of its result and of the other arguments."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.line, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x, *args):
+        return self.function(self.line(x), *args)
+
+
+class FlaxThen(nnx.Module):
+    def __init__(self, function):
+        self.line, self.function = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), function
+
+    def __call__(self, x, *args):
+        return self.function(self.line(x), *args)
+
+
+def pair(torch_function, flax_function=None):
+    return transferred(TorchThen(torch_function), FlaxThen(flax_function or torch_function), "then")
+
+
+@dataclass(frozen=True)
+class Batch:
+    values: Any
+    factor: float = 2.0
+
+
+def test_an_argument_without_axes_is_a_value_like_any_other():
+    report = parity.compare(*pair(lambda x, s: x * s), normal(3, 4), np.array(2.5, np.float32), **FAST)
+    assert report.passed, str(report)
+    assert report.level("gradients").figures["elements"] == 12 + 1 + 16 + 4
+    wrong = pair(lambda x, s: x * s, lambda x, s: x * jnp.abs(s))
+    assert not parity.compare(*wrong, normal(3, 4), np.array(-2.5, np.float32), **FAST).passed
+
+
+def test_a_dataclass_is_a_container_of_arguments():
+    batch = Batch(normal(3, 4, name="batch"))
+    right = pair(lambda x, b: Batch(x + b.values * b.factor))
+    report = parity.compare(*right, normal(3, 4), batch, **FAST)
+    assert report.passed, str(report)
+    assert report.level("gradients").figures["elements"] == 12 + 12 + 16 + 4
+    wrong = pair(lambda x, b: x + b.values * b.factor, lambda x, b: x + b.values)
+    assert parity.trace(*wrong, normal(3, 4), batch).first_divergence().path == ""
+
+
+class TorchCounter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.line(x) * self.calls
+
+
+class FlaxCounter(nnx.Module):
+    def __init__(self):
+        self.line = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.line(x) * self.calls.get_value()
+
+
+def test_a_model_that_counts_its_calls_is_compared_with_gradients():
+    torch_model, flax_model = transferred(TorchCounter(), FlaxCounter(), "counter")
+    report = parity.compare(torch_model, flax_model, normal(3, 4), **FAST)
+    assert report.passed, str(report)
+    assert (int(torch_model.calls), int(flax_model.calls.get_value())) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_is_refused_as_what_it_is():
+    scripted = torch.jit.script(nn.Linear(4, 4).eval())
+    with pytest.raises(parity.InputError, match=r"the model is compiled by torch\.jit.*give the module it was made from"):
+        parity.compare(scripted, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), normal(3, 4))
+
+
+def test_the_mirror_is_compared_under_strict_promotion():
+    models = transferred(
+        torch_impl.MultiHeadAttention(8, 2, 4, 4, 4), jax_impl.MultiHeadAttention(8, 2, 4, 4, 4, rngs=nnx.Rngs(0))
+    )
+    x = normal(2, 3, 8)
+    with jax.numpy_dtype_promotion("strict"):
+        report = parity.compare(*models, x, x, x, **FAST)
+        assert jax.config.jax_numpy_dtype_promotion == "strict"
+    assert report.passed, str(report)
+
+
+def settings() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+        torch.get_num_threads(),
+        jax.config.jax_traceback_filtering,
+    )
+
+
+@pytest.mark.parametrize("room", ["torch", "nnx"])
+def test_threads_that_overlap_leave_the_process_as_it_was(room):
+    before, inside, leave = settings(), [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def hold(number):
+        with load(room).pinned():
+            inside[number].set()
+            leave[number].wait(10)
+
+    threads = [threading.Thread(target=hold, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert inside[number].wait(10)
+    pinned = settings()
+    # The first to come is the first to leave: the second still needs what the first has set.
+    for number, thread in enumerate(threads):
+        leave[number].set()
+        thread.join()
+        assert settings() == (pinned if number == 0 else before)
+    assert pinned != before
+
+
+def test_the_ends_of_the_range_among_outputs_are_no_fault():
+    mask = np.array([[False, False, True, True]])
+    models = pair(
+        lambda x, mask: x.masked_fill(mask, torch.finfo(x.dtype).min),
+        lambda x, mask: jnp.where(mask, jnp.finfo(x.dtype).min, x),
+    )
+    report = parity.compare(*models, normal(3, 4), mask, levels=("structure", "identical", "native"), **FAST)
+    assert report.passed, str(report)
+
+
+def test_gradients_below_the_smallest_normal_number_are_no_fault():
+    depth = 40
+    torch_model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+    flax_model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(depth)))
+    transferred(torch_model, flax_model, "deep")
+    with torch.no_grad():
+        for parameter in torch_model.parameters():
+            parameter.mul_(0.02)
+    parity.transfer(torch_model, flax_model)
+    report = parity.compare(torch_model, flax_model, normal(2, 4), levels=("native", "gradients"), **FAST)
+    assert report.passed, str(report)
+
+
+def test_a_random_key_is_no_array_of_numbers():
+    with pytest.raises(parity.InputError, match=r"the value is no array of numbers: .*PRNGKey"):
+        parity.diff(jax.random.key(0), jax.random.key(0))
