@@ -10,6 +10,7 @@ from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import (
     Identity,
+    alike,
     finite_scale,
     identity,
     largest_gap,
@@ -178,14 +179,26 @@ def judged(
 ) -> tuple[Identity, np.ndarray]:
     """`identity` by torch's float32 noise; if that does not explain a difference, by its float64 noise too.
 
-    The second look costs four runs, so it is taken only where the first one fails.
+    Values without a magnitude given for them are judged by that of values like them.
     """
-    native = wide(getattr(subject.torch_native, kind)[path])
-    result, wrong = identity(actual, oracle, semantics_bound(native, oracle, scale))
-    if result.passed or not np.isfinite(result.ratio):
-        return result, wrong
-    runs = [getattr(run, kind)[path] for run in subject.shaken_wide]
-    return identity(actual, oracle, semantics_bound(native, oracle, scale, runs))
+    native, wrong, results = wide(getattr(subject.torch_native, kind)[path]), np.zeros(oracle.shape, bool), []
+    for part in alike(oracle) if scale is None else [...]:
+        mine, theirs = actual[part], oracle[part]
+        result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale))
+        if not result.passed and np.isfinite(result.ratio):
+            # This second look costs four runs, so it is taken only where the first one fails.
+            runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
+            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
+        results.append(result)
+    return together(results), wrong
+
+
+def together(results: list[Identity]) -> Identity:
+    """One result for the parts of an array, with the bound of the worst."""
+    worst = max(results, key=lambda r: r.ratio)
+    names = ("elements", "equal", "ties", "cancelled", "unexplained")
+    counts: dict[str, Any] = {name: sum(getattr(r, name) for r in results) for name in names}
+    return Identity(**counts, ratio=worst.ratio, bound=worst.bound, zero=all(r.zero for r in results))
 
 
 def identity_verdict(level: str, results: list[Identity], findings: list[Finding]) -> LevelResult:

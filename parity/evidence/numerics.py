@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ UNIT = {
 SEMANTICS_FACTOR = 64.0
 # How many denormal terms of a sum may be lost: a gradient through 300 layers lost 1.2 (torch 2.13, jax 0.10).
 FLUSHED = 64
+# Beside a value that much larger, float32 loses the smaller one whole.
+APART = 2.0**24
 # Float32 noise of torch in units of float64: 2^-53 / 2^-24.
 FLOAT32_TO_FLOAT64 = 2.0**-29
 
@@ -90,6 +93,23 @@ def finite_scale(array: np.ndarray) -> float:
     values = np.abs(wide(array))
     values = values[np.isfinite(values)]
     return float(values.max()) if values.size else 0.0
+
+
+def alike(array: np.ndarray) -> list[Any]:
+    """Indices of the values that can be judged by one magnitude.
+
+    A hidden score of -1e20 says nothing of how exact the others are, so where magnitudes in
+    order leap by `APART` or more, what lies above is apart from what lies below.
+    """
+    magnitude = np.abs(array)
+    ordered = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+    with np.errstate(over="ignore"):
+        if not ordered.size or ordered.max() < APART * ordered.min():
+            return [...]
+        ordered.sort()
+        leaps = ordered[1:][ordered[1:] >= APART * ordered[:-1]]
+    groups = np.searchsorted(leaps, magnitude, side="right")
+    return [groups == number for number in range(len(leaps) + 1)] if leaps.size else [...]
 
 
 def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:

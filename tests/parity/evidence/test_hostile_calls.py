@@ -174,3 +174,31 @@ def test_gradients_below_the_smallest_normal_number_are_no_fault():
 def test_a_random_key_is_no_array_of_numbers():
     with pytest.raises(parity.InputError, match=r"the value is no array of numbers: .*PRNGKey"):
         parity.diff(jax.random.key(0), jax.random.key(0))
+
+
+@pytest.mark.parametrize("hidden", [-1e9, -1e20, "min"])
+@pytest.mark.parametrize("factor", [1.0, 1.5, 1 + 1e-6])
+def test_a_hidden_score_does_not_hide_what_is_wrong_beside_it(hidden, factor):
+    mask = np.array([[False, False, True, True]])
+
+    def value(finfo):
+        return finfo.min if hidden == "min" else hidden
+
+    models = pair(
+        lambda x, mask: x.masked_fill(mask, value(torch.finfo(x.dtype))),
+        lambda x, mask: jnp.where(mask, value(jnp.finfo(x.dtype)), x * factor),
+    )
+    report = parity.compare(*models, normal(3, 4), mask, levels="identical", **FAST)
+    assert report.passed == (factor == 1), str(report)
+    if factor != 1:
+        assert report.level("identical").figures["unexplained"] == 6
+
+
+def test_what_is_rounding_beside_larger_values_is_still_rounding():
+    # Zero in exact arithmetic, and noise on both sides; large and small values beside it.
+    models = pair(
+        lambda x: (x + 1e9 * (x > 0).to(x.dtype), (x + 0.1) - x - 0.1, torch.cat([x * 1e12, (x + 0.1) - x - 0.1])),
+        lambda x: (x + 1e9 * (x > 0), (0.1 + x) - (x + 0.1), jnp.concatenate([x * 1e12, (x - 0.1) + (0.1 - x)])),
+    )
+    report = parity.compare(*models, normal(3, 4), levels=("identical", "native"), **FAST)
+    assert report.passed, str(report)
