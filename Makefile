@@ -19,7 +19,7 @@ set-up:  ## make or renew .venv; nothing to do when it is up to date
 	@$(PYTHON) scripts/set_up.py '$(EXTRAS)'
 
 parity: set-up  ## compare the two wings: `parity check`, more options by ARGS="--full"
-	$(KEPT) $(BIN)/parity check $(ARGS)
+	@$(KEPT) $(BIN)/parity check $(ARGS)
 
 test: set-up  ## the tests that take seconds
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)

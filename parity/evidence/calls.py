@@ -47,8 +47,10 @@ class Captured:
         path: the submodule's dotted path, in torch's words.
         call: 0 for its first call, 1 for its second.
         outputs: arrays by path in the returned tree.
+        inputs: the positional arguments that are arrays, by position.
     """
 
     path: str
     call: int
     outputs: dict[str, Any]
+    inputs: dict[int, np.ndarray] = field(default_factory=dict)

@@ -91,7 +91,7 @@ def climb(
             results.append(attempt(level, subject, options.get(level, {})))
     trace = None
     if not refused and any(result.status == "failed" for result in results):
-        trace = attempt_trace(subject, rename)
+        trace = attempt_trace(subject)
     return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject))
 
 
@@ -105,9 +105,9 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
         return LevelResult(level, "not run", f"{type(error).__name__}: {first_line(error)}")
 
 
-def attempt_trace(subject: Subject, rename: Mapping[str, str] | None) -> Trace | None:
+def attempt_trace(subject: Subject) -> Trace | None:
     try:
-        return trace_subject(subject, rename)
+        return trace_subject(subject)
     except Exception:
         # The levels have already said what fails; a trace only helps to find it.
         return None

@@ -30,7 +30,8 @@ KEPT = 20
 def weights(subject: Subject) -> LevelResult:
     """Every leaf accounted for and bit-equal, read back through the inverse layout; ties and settings kept."""
     pairing = subject.pairing
-    findings = [Finding("", sentence) for sentence in (*pairing.problems, *pairing.lost_ties, *pairing.settings)]
+    findings = [Finding("", sentence) for sentence in (*pairing.problems, *pairing.lost_ties)]
+    findings += [Finding("", sentence, {"setting": True}) for sentence in pairing.settings]
     size = 0
     for p in pairing.pairs:
         expected, back = p.source.read(), p.layout.inverse().apply(p.target.read())
@@ -111,7 +112,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         sentence = f"{what}: expected (torch) {outcome(expected)}; actual (flax) {outcome(actual)}"
         # A natural port promotes where torch refuses; that is no other function.
         if soft and not strict:
-            notes.append(sentence)
+            notes.append(f"also tried, counts only with strict=True: {sentence}")
         else:
             findings.append(Finding("input", sentence))
     return findings, notes
@@ -142,7 +143,7 @@ def spoiled(subject: Subject) -> list[tuple[str, Call, bool]]:
         with np.errstate(over="ignore"):
             calls.append((f"{path} in {np.dtype(other)}", replaced(subject.call, path, array.astype(other)), True))
     if values and all(array.ndim > 1 and array.shape[0] for _, array in values):
-        calls.append(("inputs without their first axis", changed(subject.call, lambda _, a: a[0] if a.ndim else a), False))
+        calls.append(("inputs without their first axis", changed(subject.call, lambda _, a: a[0] if a.ndim else a), True))
     return calls
 
 
@@ -215,7 +216,7 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
     if figures["ties"]:
         summary += f", {figures['ties']} proved rounding ties"
     if figures["cancelled"]:
-        summary += f", {figures['cancelled']} below float64's own noise"
+        summary += f", {figures['cancelled']} that cancel to less than float64 resolves"
     if figures["unexplained"]:
         summary += f", {figures['unexplained']:,} unexplained"
     if findings and figures["ratio"] > 1:
@@ -291,7 +292,7 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
             findings += found
             worst = max(worst, ratio)
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
-    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} of the allowed"
+    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed"
     return verdict("native", findings, summary, figures)
 
 
@@ -347,10 +348,22 @@ def gradients(subject: Subject) -> LevelResult:
         notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
     zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
     if zero:
-        notes.append(f"zero in exact arithmetic, noise on both sides: {', '.join(zero)}")
+        notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
     level = identity_verdict("gradients", results, findings)
+    alone = unpaired_gradients(subject)
+    if alone and not findings:
+        what = f"parameters are not paired, see the level weights: {', '.join(alone[:3])}{' and others' if alone[3:] else ''}"
+        return LevelResult("gradients", "not run", f"{what}; gradients of inputs agree", level.figures, notes=tuple(notes))
     figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
+
+
+def unpaired_gradients(subject: Subject) -> list[str]:
+    """Torch parameters whose gradients are not compared although nobody asked to leave them out."""
+    known = {p.source.path for p in subject.pairing.pairs} | set(subject.pairing.ignored)
+    # A further name of a tied parameter that is paired under another name is compared with it.
+    known |= {name for group in subject.pairing.ties if known & set(group) for name in group}
+    return [path for path in subject.torch_wide.gradients if not path.startswith("input ") and path not in known]
 
 
 def not_differentiable(subject: Subject) -> LevelResult | None:

@@ -9,7 +9,7 @@ from parity.errors import DivergenceError
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
-# Levels of the ladder that this version does not climb.
+# What each level shows, for people.
 PROVES = {
     "weights": "the parameters, ties and settings are the same",
     "structure": "outputs have the same tree, shapes, dtypes, NaN and infinity positions; bad input is refused alike",
@@ -77,6 +77,9 @@ class Divergence:
         difference: between them.
         reason: in words, where it is no matter of numbers: a shape, a missing output, NaN.
         atol: the smallest absolute tolerance that would have passed.
+        inputs: `agree` if what the module is given is the same on both sides, so that the fault is in
+            it; `differ` if the fault lies in the code before it; '' if that could not be told.
+        between: torch modules without a counterpart that ran since the last agreement.
     """
 
     path: str
@@ -92,6 +95,8 @@ class Divergence:
     difference: float = 0.0
     reason: str = ""
     atol: float | None = None
+    inputs: Literal["agree", "differ", ""] = ""
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Subject:
         problems += self.dtype_problems()
         if problems:
             raise InputError(listed("cannot compare", problems))
-        self.pairing: Pairing = pair(torch_model, flax_model, rename=rename, ignore=ignore)
+        self.pairing: Pairing = pair(torch_model, flax_model, rename=rename, ignore=ignore, names=("torch model", "Flax model"))
 
     @cached_property
     def dtype(self) -> str:
@@ -158,6 +158,7 @@ class Subject:
     @cached_property
     def flax_native(self) -> Evaluation:
         """Flax as the user runs it, compiled."""
+        self.refuse_drawing()
         try:
             return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
         except InputError:
@@ -168,6 +169,25 @@ class Subject:
             forwards = self.flax.evaluate(self.flax_model, self.call)
             self.give_up_gradients("flax", error)
             return forwards
+
+    def refuse_drawing(self) -> None:
+        """Refuse a Flax model whose outputs depend on its random keys.
+
+        Raises:
+            InputError: they do.
+        """
+        if not self.flax.draws(self.flax_model):
+            return
+        try:
+            run, other = (self.flax.evaluate(self.flax_model, self.call, quick=True, reseed=seed) for seed in (1, 2))
+        except Exception:
+            # What raises here raises again where it is reported.
+            return
+        if any(isinstance(a, np.ndarray) and not same_bits(a, other.outputs[p]).all() for p, a in run.outputs.items()):
+            raise InputError(
+                "the Flax model returns other numbers with other random keys; turn off what is random in it "
+                "(.eval(), or deterministic=True where dropout is called), then compare again"
+            )
 
     @property
     def native_cotangents(self) -> dict[str, np.ndarray] | None:

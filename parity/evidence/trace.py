@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,10 +54,10 @@ def trace(
         InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return trace_subject(subject, rename)
+    return trace_subject(subject)
 
 
-def trace_subject(subject: Subject, rename: Mapping[str, str] | None = None) -> Trace:
+def trace_subject(subject: Subject) -> Trace:
     """`trace` for models that are already checked."""
     try:
         with subject.torch.pinned():
@@ -70,7 +70,8 @@ def trace_subject(subject: Subject, rename: Mapping[str, str] | None = None) -> 
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
-    renames = Rename(rename)
+    # In the direction in which its keys fit torch's names, as in the transfer.
+    renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
     return Trace(*paired(expected, plain, shared_names(subject, actual, wanted), renames))
 
@@ -100,7 +101,10 @@ def paired(
     noise = {(c.path, c.call): c for c in plain}
     theirs = {(c.path, c.call): c for c in actual}
     calls, their_calls = Counter(c.path for c in expected), Counter(c.path for c in actual)
-    steps, last, unpaired = [], None, []
+    steps: list[Step] = []
+    last: str | None = None
+    unpaired: list[str] = []
+    between: list[str] = []
     for mine in expected:
         path = rename.apply(mine.path)[0]
         other = theirs.pop((path, mine.call), None)
@@ -113,11 +117,16 @@ def paired(
             continue
         if other is None or (mine.path, mine.call) not in noise:
             unpaired.append(f"{mine.path or 'the model'} (torch only)" + (f", call {mine.call + 1}" if mine.call else ""))
+            between.append(mine.path)
             continue
-        step = compare_step(mine, noise[(mine.path, mine.call)], other, last)
+        own = noise[(mine.path, mine.call)]
+        step = compare_step(mine, own, other, last)
+        if step.divergence:
+            told = replace(step.divergence, inputs=inputs_agree(mine, own, other), between=tuple(between))
+            step = replace(step, divergence=told)
         steps.append(step)
         if step.agrees:
-            last = mine.path
+            last, between = mine.path, []
     unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in theirs]
     return tuple(steps), tuple(dict.fromkeys(unpaired))
 
@@ -172,6 +181,16 @@ def compare_output(
         *(at, float(a[at]), float(b[at]), float(gap[at]), "", largest_gap(a, b)),
     )
     return found, result.ratio
+
+
+def inputs_agree(expected: Captured, plain: Captured, actual: Captured) -> Literal["agree", "differ", ""]:
+    """Whether a module is given the same on both sides; '' if nothing it is given can be compared."""
+    common = [n for n in expected.inputs if n in actual.inputs and n in plain.inputs]
+    pairs = [(in_parts(actual.inputs[n]), in_parts(expected.inputs[n]), in_parts(plain.inputs[n])) for n in common]
+    if not pairs or any(a.shape != b.shape or b.shape != own.shape for a, b, own in pairs):
+        return ""
+    same = (same_specials(a, b).all() and largest_gap(a, b) <= semantics_bound(own, b) for a, b, own in pairs)
+    return "agree" if all(same) else "differ"
 
 
 def in_parts(array: np.ndarray) -> np.ndarray:

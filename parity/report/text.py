@@ -38,71 +38,104 @@ def transfer_text(transfer: "Transfer") -> str:
 
 
 def report_text(report: "Report") -> str:
-    """One line if all is well; else the ladder, then where and how much."""
-    passed = [level for level in report.levels if level.passed]
-    extra = [f"  {level.level}: not applicable, {level.summary}" for level in report.levels if level.status == "not applicable"]
-    notes = [f"  note: {note}" for note in report.notes]
+    """One line if all is well; else the verdict, where the models part, and the ladder."""
     if report.passed:
-        elements = sum(level.figures.get("elements", 0) for level in passed if level.level == "identical")
-        names = ", ".join(level.level for level in passed)
-        head = f"the same function: {names}" + (f" ({elements:,} values identical)" if elements else "")
-        return "\n".join([head, *extra, *notes])
-    failed = any(level.status == "failed" for level in report.levels)
-    lines = ["NOT the same function" if failed else "not proved: a level could not run"]
-    for level in report.levels:
-        lines += level_lines(level)
+        return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in report.notes)])
+    lines = [headline(report)]
     divergence = report.trace.first_divergence() if report.trace else None
     if divergence:
         lines += ["", *divergence_lines(divergence)]
-    elif report.trace and failed:
-        lines += ["", "every module's output agrees in float64: look at the levels that failed"]
-    return "\n".join([*lines, *notes, f"  seed {report.seed}"])
+    if report.trace and report.trace.unpaired:
+        lines.append(unpaired_line(report.trace))
+    lines += [""] if len(lines) > 1 else []
+    identical_failed = any(level.level == "identical" and level.status == "failed" for level in report.levels)
+    for level in report.levels:
+        lines += level_lines(level, brief=identical_failed and level.level in ("native", "gradients"))
+    if report.trace and not divergence and any(level.status == "failed" for level in report.levels):
+        compared = len(report.trace.steps)
+        lines.append(
+            f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
+        )
+    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes), f"  seed {report.seed}"])
 
 
-def level_lines(level: "LevelResult") -> list[str]:
+def headline(report: "Report") -> str:
+    """The verdict, no wider than what was climbed."""
+    passed = [level.level for level in report.levels if level.passed]
+    failed = [level for level in report.levels if level.status == "failed"]
+    if report.passed:
+        elements = sum(level.figures.get("elements", 0) for level in report.levels if level.level == "identical")
+        if "identical" in passed:
+            return f"the same function: {', '.join(passed)} ({elements:,} values identical)"
+        return f"agree on what was asked, which is less than the same function: {', '.join(passed)}"
+    if not failed:
+        return "not proved: a level could not run"
+    only_settings = all(level.level == "weights" and all(f.figures.get("setting") for f in level.findings) for level in failed)
+    if only_settings and "identical" in passed:
+        return "the same numbers on these inputs, but a setting differs"
+    return "NOT the same function"
+
+
+def not_applicable(report: "Report") -> list[str]:
+    return [f"  {level.level}: not applicable, {level.summary}" for level in report.levels if level.status == "not applicable"]
+
+
+def level_lines(level: "LevelResult", brief: bool = False) -> list[str]:
+    """A level with its worst findings; without them where another level already shows the cause."""
     lines = [f"  {level.level:<10} {SIGNS[level.status]:<8} {level.summary}"]
-    for finding in level.findings[:SHOWN]:
-        lines.append(f"      {finding.where + ': ' if finding.where else ''}{finding.what}")
-    if len(level.findings) > SHOWN:
-        lines.append(f"      and {len(level.findings) - SHOWN} more")
-    lines += [f"      note: {note}" for note in level.notes]
     if level.status == "not run":
-        lines.append("      does not count as passed; leave the level out to judge by the others")
-    return lines
+        return [*lines, "      does not count as passed; name the other levels in levels=[...] to judge by them alone"]
+    for finding in () if brief else level.findings[:SHOWN]:
+        lines.append(f"      {finding.where + ': ' if finding.where else ''}{finding.what}")
+    if len(level.findings) > SHOWN and not brief:
+        lines.append(f"      and {len(level.findings) - SHOWN} more")
+    return lines + [f"      note: {note}" for note in level.notes if not note.startswith("also tried")]
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def divergence_lines(found: "Divergence") -> list[str]:
-    """Where, how much, and by what tolerance it would have passed."""
+    """Where, how much, in which code to look, and by what tolerance it would have passed."""
     path = (found.path or "the model") + (f", call {found.call + 1}" if found.call else "")
-    last = f"last agreement: {found.last_agreement}" if found.last_agreement is not None else "no module before it"
-    if found.last_agreement == "":
-        last = "last agreement: the model"
+    last = (
+        f"last agreement: {found.last_agreement or 'the model'}" if found.last_agreement is not None else "no module before it"
+    )
     lines = [f"{path}   first divergence   ({last})"]
     if found.reason:
-        return [*lines, f"  {found.output + ': ' if found.output else ''}{found.reason}"]
-    output = f"output {found.output}: " if found.output else ""
-    lines.append(
-        f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains"
-    )
-    lines.append(
-        f"  worst at {found.worst}: expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g}, "
-        f"difference {found.difference:.3g}"
-    )
-    lines.append(f"  would pass at atol={found.atol:.3g}")
-    return lines
+        lines.append(f"  {found.output + ': ' if found.output else ''}{found.reason}")
+    else:
+        output = f"output {found.output}: " if found.output else ""
+        lines.append(
+            f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains"
+        )
+        lines.append(
+            f"  worst at {found.worst}: expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g}, "
+            f"difference {found.difference:.3g}"
+        )
+    if found.inputs == "agree":
+        lines.append("  what it is given is the same on both sides: the fault is in it")
+    elif found.inputs == "differ":
+        since = f"after {found.last_agreement}" if found.last_agreement else "before it"
+        lines.append(f"  what it is given differs already: the fault is in the code {since} that leads to it")
+    if found.between:
+        lines.append(f"  in between torch ran {', '.join(found.between)}, which Flax has not as a module")
+    return lines if found.reason else [*lines, f"  would pass at atol={found.atol:.3g}"]
+
+
+def unpaired_line(trace: "Trace") -> str:
+    shown = ", ".join(trace.unpaired[:SHOWN])
+    more = f" and {len(trace.unpaired) - SHOWN} more" if len(trace.unpaired) > SHOWN else ""
+    return f"  not paired, so not looked into: {shown}{more}"
 
 
 def trace_text(trace: "Trace") -> str:
     """The first divergence, or that there is none."""
     found = trace.first_divergence()
-    agreeing = sum(step.agrees for step in trace.steps)
-    lines = divergence_lines(found) if found else [f"no divergence: {agreeing} module calls agree"]
-    if trace.unpaired:
-        shown = ", ".join(trace.unpaired[:SHOWN]) + (
-            f" and {len(trace.unpaired) - SHOWN} more" if len(trace.unpaired) > SHOWN else ""
-        )
-        lines.append(f"  not paired: {shown}")
-    return "\n".join(lines)
+    agreeing = count(sum(step.agrees for step in trace.steps), "module call")
+    lines = divergence_lines(found) if found else [f"no divergence in {agreeing}"]
+    return "\n".join([*lines, unpaired_line(trace)] if trace.unpaired else lines)
 
 
 def diff_text(diff: "Diff") -> str:
@@ -110,7 +143,7 @@ def diff_text(diff: "Diff") -> str:
     wrong = sorted((leaf for leaf in diff.leaves if not leaf.agrees), key=lambda leaf: -leaf.difference)
     elements = sum(leaf.elements for leaf in diff.leaves)
     if not wrong:
-        return f"no difference: {len(diff.leaves)} arrays, {elements:,} values"
+        return f"no difference: {count(len(diff.leaves), 'array')}, {count(elements, 'value')}"
     lines = [f"{len(wrong)} of {len(diff.leaves)} arrays differ"]
     for leaf in wrong[:SHOWN]:
         lines += leaf_lines(leaf)
@@ -123,7 +156,8 @@ def leaf_lines(leaf: "ArrayDiff") -> list[str]:
     name = leaf.path or "the array"
     if not leaf.differing:
         return [f"  {name}: {leaf.reason}"]
-    ulp = f", at most {leaf.ulp} ulp near the scale" if leaf.ulp is not None else ""
+    # Beyond a million the distance says no more than that the values are others.
+    ulp = f", at most {leaf.ulp} ulp near the scale" if leaf.ulp is not None and leaf.ulp < 10**6 else ""
     lines = [
         f"  {name}: {leaf.reason}, {leaf.differing} of {leaf.elements}",
         f"    worst at {leaf.worst}: actual {leaf.actual!r}, expected {leaf.expected!r}, "

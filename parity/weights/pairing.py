@@ -3,11 +3,10 @@
 import fnmatch
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from parity.errors import TransferError, listed
 from parity.frameworks import owner_of
 from parity.weights.layouts import AS_IS, Layout
 from parity.weights.leaf import Leaf
@@ -44,6 +43,7 @@ class Pairing:
         ties: groups of names that are one array in the source.
         lost_ties: names that are one array on one side and several on the other; one sentence each.
         settings: settings that do not agree; one sentence each.
+        renames: from names of the source to names of the target.
     """
 
     source: ModuleType
@@ -55,18 +55,17 @@ class Pairing:
     ties: tuple[tuple[str, ...], ...] = ()
     lost_ties: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-
-    def check(self, what: str) -> None:
-        """Raise one error for all problems.
-
-        Raises:
-            TransferError: there are any.
-        """
-        if self.problems:
-            raise TransferError(listed(f"{what}; nothing was written", self.problems), self.problems)
+    renames: Rename = field(default_factory=lambda: Rename(None))
 
 
-def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] = ()) -> Pairing:
+def pair(
+    source: Any,
+    target: Any,
+    *,
+    rename: Any = None,
+    ignore: Iterable[str] = (),
+    names: tuple[str, str] = ("source", "target"),
+) -> Pairing:
     """Pair the leaves of two models or trees of either framework.
 
     Args:
@@ -75,10 +74,10 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
         rename: names on the torch side to names on the Flax side; either direction of travel.
             Between two of one framework, names of the source to names of the target.
         ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
+        names: what sentences call the two.
 
     Raises:
         InputError: source or target is nothing that has leaves.
-        TransferError: a pattern of `ignore` or a key of `rename` fits no leaf.
     """
     rooms = owner_of(source, "source"), owner_of(target, "target")
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
@@ -91,11 +90,11 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
     taken: dict[str, Leaf] = {}
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
-        names = [renames.apply(name) for name in names_in(leaf, sides[0], sides[1])]
-        used |= {key for _, key in names if key is not None}
+        tries = [renames.apply(name) for name in names_in(leaf, sides[0], sides[1])]
+        used |= {key for _, key in tries if key is not None}
         # Where the caller gave a name, no derived one counts.
-        names = [(new, key) for new, key in names if key is not None] or names
-        found = next((index[new] for new, _ in names if new in index), None)
+        tries = [(new, key) for new, key in tries if key is not None] or tries
+        found = next((index[new] for new, _ in tries if new in index), None)
         if found is None or len(found) > 1:
             stray.append((leaf, found))
             continue
@@ -110,23 +109,24 @@ def pair(source: Any, target: Any, *, rename: Any = None, ignore: Iterable[str] 
     travelled = {p.source.identity for p in pairs}
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
-    for leaf in targets:
-        if leaf.path not in taken:
-            problems.append(missing(leaf, sources, taken, sides))
+    empty = [leaf for leaf in targets if leaf.path not in taken]
+    problems += [missing(leaf, sources, taken, sides) for leaf in empty]
+    help_first = remedy([leaf for leaf, f in stray if not f and leaf.identity not in travelled], empty, sides)
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
-    problems = wrapped(sources, targets, problems, sides) + problems
+    problems = wrapped(sources, targets, problems, sides) + help_first + problems
     return Pairing(
         rooms[0],
         rooms[1],
         tuple(pairs),
-        tuple(problems),
+        tuple(in_words(problem, names) for problem in problems),
         tuple(ignored_source + ignored_target),
         tuple(random_source + random_target),
         kept,
         lost,
         tuple(settings(rooms, source, target, renames, sides)),
+        renames,
     )
 
 
@@ -263,6 +263,26 @@ def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: tupl
     known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
     return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
+
+
+def remedy(stray: list[Leaf], empty: list[Leaf], sides: tuple[str, ...]) -> list[str]:
+    """What to pass if leaves without counterpart belong together, or are to be left alone."""
+    if len(stray) == len(empty) and all(isinstance(make_pair(s, t, sides), Pair) for s, t in zip(stray, empty, strict=True)):
+        rename: dict[str, str] = {}
+        for s, t in zip(stray, empty, strict=True):
+            mine, theirs = (s, t) if sides[0] == "torch" else (t, s)
+            same_name = torch_name(s, sides[0]) == torch_name(t, sides[1])
+            rename |= {mine.owner: theirs.owner} if same_name and mine.owner else {mine.path: theirs.path}
+        return [f"if these are the same layers in the same order, pass rename={rename}"] if rename else []
+    alone = [leaf.path for leaf in (stray or empty)[:2]] if not (stray and empty) else []
+    return [f"to leave out what has no counterpart on purpose, pass ignore={tuple(alone)!r}"] if alone else []
+
+
+def in_words(sentence: str, names: tuple[str, str]) -> str:
+    """A sentence about the two sides in the caller's words for them."""
+    for role, name in zip(("source", "target"), names, strict=True):
+        sentence = sentence.replace(f"the {role}", f"the {name}")
+    return sentence
 
 
 def suggestion(near: list[str], known: dict[str, str]) -> str:

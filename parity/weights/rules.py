@@ -132,9 +132,10 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
             layer = torch_layer if setting.side == "torch" else flax_layer
             got = layer.settings(setting.setting)
             if got != setting.equals:
-                found.append(
-                    f"{setting.setting}={got!r} on the {setting.side} side, wanted {setting.equals!r}: {setting.because}"
+                where, fix = (
+                    ("torch", "") if setting.side == "torch" else ("Flax", f"; set {setting.setting}={setting.equals!r}")
                 )
+                found.append(f"{setting.setting}={got!r} in {where}, wanted {setting.equals!r}: {setting.because}{fix}")
     # A composite's dtype, if it has one, says nothing of the layers in it.
     computes = flax_layer.settings("dtype") if rule else None
     holds = torch_layer.settings("parameter dtype")

@@ -21,6 +21,7 @@ from parity.frameworks.nnx.running import Arguments as Arguments
 from parity.frameworks.nnx.running import apply as apply
 from parity.frameworks.nnx.running import cached_functional as cached_functional
 from parity.frameworks.nnx.running import cast as cast
+from parity.frameworks.nnx.running import draws as draws
 from parity.frameworks.nnx.running import environment as environment
 from parity.frameworks.nnx.running import evaluate as evaluate
 from parity.frameworks.nnx.running import exact as exact

@@ -23,7 +23,7 @@ def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evalua
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
-        order: list[tuple[str, int, str, Any]] = []
+        order: list[tuple[str, int, str | int, Any]] = []
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
             order.clear()
@@ -35,6 +35,7 @@ def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evalua
                 output = model(*args, **kwargs)
             arrays = []
             for path, call_number, values_ in records:
+                # Outputs under their path, inputs under their position.
                 for name, value in values_.items():
                     order.append((path, call_number, name, None if is_array(value) else value))
                     arrays.append(value if is_array(value) else None)
@@ -43,11 +44,15 @@ def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evalua
         quick = jax.jit(body, compiler_options=QUICK.get(platform()))
         run = quick if can_jit(body, parameters, rest, arguments) else body
         outputs, arrays = run(parameters, rest, arguments.values, arguments.others)
-        captured: dict[tuple[str, int], dict[str, Any]] = {}
+        captured: dict[tuple[str, int], Captured] = {}
         for (path, number, name, static), array in zip(order, arrays, strict=True):
-            captured.setdefault((path, number), {})[name] = static if array is None else np.array(array)
+            one = captured.setdefault((path, number), Captured(path, number, {}))
+            if isinstance(name, int):
+                one.inputs[name] = np.array(array)
+            else:
+                one.outputs[name] = static if array is None else np.array(array)
         plain = {path: np.array(v) if is_array(v) else v for path, v in outputs.items()}
-    return Evaluation(plain), [Captured(path, number, values) for (path, number), values in captured.items()]
+    return Evaluation(plain), list(captured.values())
 
 
 def can_jit(body: Callable[..., Any], parameters: Any, rest: Any, arguments: Arguments) -> bool:
@@ -63,9 +68,9 @@ def can_jit(body: Callable[..., Any], parameters: Any, rest: Any, arguments: Arg
 
 
 @contextlib.contextmanager
-def recording(model: Any) -> Iterator[list[tuple[str, int, dict[str, Any]]]]:
-    """Record what every module below `model` returns, by replacing `__call__` on their classes meanwhile."""
-    records: list[tuple[str, int, dict[str, Any]]] = []
+def recording(model: Any) -> Iterator[list[tuple[str, int, dict[str | int, Any]]]]:
+    """Record what every module below `model` is given and returns, by replacing `__call__` on their classes meanwhile."""
+    records: list[tuple[str, int, dict[str | int, Any]]] = []
     paths: dict[int, str] = {}
     for _, torch_path, node in walk(model):
         if isinstance(node, nnx.Module):
@@ -86,7 +91,9 @@ def recording(model: Any) -> Iterator[list[tuple[str, int, dict[str, Any]]]]:
                 depth.pop()
             path = paths[id(self)]
             counts[path] = counts.get(path, 0) + 1
-            records.append((path, counts[path] - 1, dict(flatten(output, is_array))))
+            record: dict[str | int, Any] = dict(flatten(output, is_array))
+            record |= {number: value for number, value in enumerate(args) if is_array(value)}
+            records.append((path, counts[path] - 1, record))
             return output
 
         return recorded

@@ -95,6 +95,7 @@ def evaluate(
     cotangents: Mapping[str, np.ndarray] | None = None,
     compiled: bool = True,
     quick: bool = False,
+    reseed: int = 0,
 ) -> Evaluation:
     """Run a model on copies of its parameters, as one compiled program or eagerly.
 
@@ -106,12 +107,14 @@ def evaluate(
         cotangents: by output path; if given, gradients are computed in the same program.
         compiled: under jit, or operation by operation.
         quick: compile with little optimisation; the last bits may differ.
+        reseed: other than 0 gives the model other random keys than it holds.
 
     Returns:
         Outputs by path, and gradients by `input ...` and variable path.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, weights)
+        rest = reseeded(rest, reseed) if reseed else rest
         body = functional(graphdef, arguments.skeleton, tuple(sorted(cotangents)) if cotangents is not None else None)
         run = compile_body(body, quick) if compiled else body
         given = {p: jnp.asarray(np.asarray(c)) for p, c in (cotangents or {}).items()}
@@ -250,6 +253,20 @@ def cached_functional(graphdef: Any, skeleton: Frozen, heads: tuple[str, ...] | 
         return outputs, gradients
 
     return body
+
+
+def draws(model: Any) -> bool:
+    """Whether a model holds random keys, and so may use them."""
+    return any(isinstance(node, nnx.RngKey) for _, _, node in walk(model))
+
+
+def reseeded(state: Any, seed: int) -> Any:
+    """A state with other random keys, everything else as it is."""
+
+    def other(leaf: Any) -> Any:
+        return leaf.replace(jax.random.fold_in(content(leaf), seed)) if isinstance(leaf, nnx.RngKey) else leaf
+
+    return nnx.from_flat_state({path: other(leaf) for path, leaf in nnx.to_flat_state(state)})
 
 
 def split_floats(state: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:

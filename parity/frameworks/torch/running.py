@@ -249,7 +249,8 @@ def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             counts[path] = counts.get(path, 0) + 1
             values = {name: plain(value) for name, value in flatten(output, is_array)}
-            records.append(Captured(path, counts[path] - 1, values))
+            given = {number: plain(value) for number, value in enumerate(inputs) if is_array(value)}
+            records.append(Captured(path, counts[path] - 1, values, given))
 
         return record
 

@@ -61,7 +61,10 @@ def test_ulp_distance_counts_the_steps_to_a_neighbour(dtype, data):
     a = np.array([data.draw(floats_of(dtype))])
     steps = data.draw(st.integers(-1000, 1000))
     moved = neighbours(a, steps)
-    if np.isfinite(moved).all():
+    with np.errstate(invalid="ignore"):
+        # Past the last number of bfloat16 come signalling NaNs.
+        finite = np.isfinite(moved).all()
+    if finite:
         assert ulp_distance(a, moved).tolist() == [abs(steps)]
         assert np.sign(float(moved[0]) - float(a[0])) == np.sign(steps)
 
