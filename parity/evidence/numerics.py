@@ -98,16 +98,17 @@ def finite_scale(array: np.ndarray) -> float:
 def alike(array: np.ndarray) -> list[Any]:
     """Indices of the values that can be judged by one magnitude.
 
-    A hidden score of -1e20 says nothing of how exact the others are, so where magnitudes in
-    order leap by `APART` or more, what lies above is apart from what lies below.
+    A hidden score of -1e20 says nothing of how exact the others are: where magnitudes in order
+    leap by `APART` or more, to `APART` or more, what lies above is apart from what lies below.
+    Small values stay with larger ones: a softmax weight of 1e-60 is as exact as its scores were.
     """
     magnitude = np.abs(array)
-    ordered = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+    finite = magnitude[np.isfinite(magnitude)]
+    if not finite.size or finite.max() < APART:
+        return [...]
+    ordered = np.sort(finite)
     with np.errstate(over="ignore"):
-        if not ordered.size or ordered.max() < APART * ordered.min():
-            return [...]
-        ordered.sort()
-        leaps = ordered[1:][ordered[1:] >= APART * ordered[:-1]]
+        leaps = ordered[1:][ordered[1:] >= APART * np.maximum(ordered[:-1], 1.0)]
     groups = np.searchsorted(leaps, magnitude, side="right")
     return [groups == number for number in range(len(leaps) + 1)] if leaps.size else [...]
 

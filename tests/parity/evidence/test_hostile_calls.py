@@ -202,3 +202,10 @@ def test_what_is_rounding_beside_larger_values_is_still_rounding():
     )
     report = parity.compare(*models, normal(3, 4), levels=("identical", "native"), **FAST)
     assert report.passed, str(report)
+
+
+def test_weights_of_a_saturated_softmax_are_judged_together():
+    # From 1 down to denormal numbers, which XLA flushes to zero and torch does not.
+    models = pair(lambda x: torch.softmax(x * 150, -1), lambda x: jax.nn.softmax(x * 150, -1))
+    report = parity.compare(*models, normal(16, 4), levels=("identical", "native"), **FAST)
+    assert report.passed, str(report)
