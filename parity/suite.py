@@ -198,10 +198,15 @@ def run_case(case: Case, levels: tuple[str, ...] = LEVELS) -> CaseResult:
         torch_model, flax_model, args = prepared(case)
         try:
             wanted = "gradients" in levels
+            fresh = first_time(case)
             subject = Subject(
-                *(torch_model, flax_model, args, {}), seed=case.seed, gradients=wanted, native_gradients=case.native_gradients
+                *(torch_model, flax_model, args, {}),
+                seed=case.seed,
+                gradients=wanted,
+                native_gradients=case.native_gradients,
+                pins_checked=not fresh,
             )
-            report = climb(subject, levels, case.modes, strict=True, spoil=first_time(case))
+            report = climb(subject, levels, case.modes, strict=True, spoil=fresh)
         except InputError as error:
             refused = case.refused and "both models refuse" in str(error)
             return result(refused=refused, error="" if refused else str(error))

@@ -574,7 +574,7 @@ def test_B02_a_size_taken_for_an_epsilon():
 def test_B03_variance_as_a_difference_of_squares():
     x, levels = normal(N, LENGTH, WIDTH), ("weights", "native")
     accepted(*norms(1000.0), x, levels=levels)
-    says = "use_fast_variance=True on the flax side, wanted False"
+    says = "use_fast_variance=True in Flax, wanted False"
     report = refused(*norms(1000.0, use_fast_variance=True), x, by="weights native", at="norm", says=says, levels=levels)
     assert report.level("native").figures["ratio"] > 10
     # Around zero the same setting loses nothing that could be measured: only `weights` knows.
@@ -949,7 +949,7 @@ def test_F03_a_gradient_that_is_zero_in_exact_arithmetic():
     torch_model, flax_model = mirrored(bias=True)
     levels = ("weights", "identical", "gradients")
     report = accepted(torch_model, flax_model, *sequences(), levels=levels)
-    assert "zero in exact arithmetic, noise on both sides: W_k.bias" in report.level("gradients").notes
+    assert "zero in exact arithmetic, so that both sides show rounding alone: W_k.bias" in report.level("gradients").notes
     # The converse: no output shows a wrong key bias, so the level below the outputs has to.
     flax_model.W_k.bias.set_value(jnp.zeros(8))
     report = refused(torch_model, flax_model, *sequences(), by="weights", at="W_k", levels=levels)
@@ -984,7 +984,7 @@ def test_F04_the_gradient_of_the_padding_row():
     assert "worst at (0, " in str(report)
     # The setting is told already by the transfer.
     (setting,) = parity.transfer(TorchPadded(), FlaxPadded(stop=False)).settings
-    assert "embed: padding_idx=0 on the torch side" in setting
+    assert "embed: padding_idx=0 in torch" in setting
 
 
 def test_F06_measures_that_look_away():
@@ -1049,7 +1049,7 @@ def test_G06_dropout_that_shares_its_mask_or_its_mode():
     levels = ("weights", "structure", "identical")
     accepted(*filled(*models(rate=0.5)), np.asarray(normal(N, 8)), levels=levels)
     for options, says in (
-        (dict(rate=0.5, broadcast_dims=(0,)), "1: broadcast_dims=(0,) on the flax side, wanted ()"),
+        (dict(rate=0.5, broadcast_dims=(0,)), "1: broadcast_dims=(0,) in Flax, wanted ()"),
         (dict(rate=0.1), "1: p=0.5 in torch, rate=0.1 in Flax; set rate=0.5"),
     ):
         refused(*filled(*models(**options)), normal(N, 8), by="weights", at=None, levels=levels, says=says)

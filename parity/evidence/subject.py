@@ -33,6 +33,7 @@ class Subject:
         ignore: as in `parity.transfer`.
         seed: of probes, cotangents and jitter.
         gradients: whether runs compute gradients too.
+        pins_checked: whether a call of the same shapes has shown already that neither model pins a dtype.
         native_gradients: whether Flax computes them in its own dtype too, not in float64 alone.
 
     Raises:
@@ -51,6 +52,7 @@ class Subject:
         seed: int = 0,
         gradients: bool = True,
         native_gradients: bool = True,
+        pins_checked: bool = False,
     ):
         self.torch, self.flax = load("torch"), load("nnx")
         problems = argument_problems(kwargs, seed)
@@ -61,7 +63,7 @@ class Subject:
         if problems:
             raise InputError(listed("cannot compare", problems))
         self.torch_model, self.flax_model, self.seed, self.gradients = torch_model, flax_model, seed, gradients
-        self.native_gradients = gradients and native_gradients
+        self.native_gradients, self.pins_checked = gradients and native_gradients, pins_checked
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
         self.call = as_call(torch_model, args, kwargs)
@@ -104,7 +106,8 @@ class Subject:
         """Torch as the user runs it."""
         with self.torch.pinned():
             run = self.torch.evaluate(self.torch_model, self.call)
-            again = self.torch.evaluate(self.torch_model, self.call)
+            # The run with gradients is the second one, where it is needed anyway.
+            again = self.with_gradients(run) if self.gradients else self.torch.evaluate(self.torch_model, self.call)
         unequal = [p for p, a in run.outputs.items() if isinstance(a, np.ndarray) and not same_bits(a, again.outputs[p]).all()]
         if unequal:
             raise InputError(
@@ -112,17 +115,16 @@ class Subject:
                 "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again"
             )
         refuse_complex(run)
-        return self.with_gradients(run)
+        return again
 
     def with_gradients(self, run: Evaluation) -> Evaluation:
-        if not self.gradients:
-            return run
+        """The same run with gradients, or, for a model that cannot be differentiated, without."""
         try:
             with self.torch.pinned():
                 return self.torch.evaluate(self.torch_model, self.call, cotangents=self.cotangents_for(run))
         except Exception as error:
             self.give_up_gradients("torch", error)
-            return run
+            return self.torch.evaluate(self.torch_model, self.call)
 
     def give_up_gradients(self, side: str, error: Exception) -> None:
         """Go on without gradients: a model that runs forwards only can still be compared forwards."""
@@ -250,6 +252,8 @@ class Subject:
 
     def pinned_dtype(self, side: str) -> str | None:
         """An output that a model does not return in float64 although all it is given is; None if there is none."""
+        if self.pins_checked:
+            return None
         room, model = (self.torch, self.torch_model) if side == "torch" else (self.flax, self.flax_model)
         try:
             found = room.output_dtypes(model, self.call, "float64")

@@ -1,5 +1,6 @@
 """The level `wiring`: bit-equal float32 where every sum is proved to be exact."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,17 +99,24 @@ def proved_places(proof: np.ndarray, plain: np.ndarray) -> np.ndarray:
 def find_probe(subject: Subject) -> tuple[Probe | None, str]:
     """The widest numbers on which the torch model is proved exact, or the operation that prevents a proof."""
     search = Search(subject)
-    for bits in BITS:
-        probe = search.at(bits)
+    # What served a model of the same class and shapes before is tried first: it does not depend on the numbers.
+    best, search.few, scaled = LEARNT.get(search.key, (BITS[0], set(), set()))
+    for bits in BITS[BITS.index(best) :]:
+        probe = search.at(bits, scaled if bits == best else set())
         if probe or search.hopeless:
             return probe, search.why
     return None, search.why
+
+
+# For each class and shapes: bits, inputs that feed scores, and what had to be scaled.
+LEARNT: dict[Hashable, tuple[int, set[str], set[str]]] = {}
 
 
 class Search:
     """Tries probes, learning from each what to narrow and what to scale.
 
     Attributes:
+        key: class and shapes of what is probed.
         few: names of inputs that feed scores; they get few bits, or the scores' sums would not fit.
         why: what prevented the last proof.
         hopeless: whether no other numbers could help.
@@ -118,13 +126,15 @@ class Search:
         self.subject = subject
         paired = {p.source.path for p in subject.pairing.pairs}
         self.leaves = [leaf for leaf in subject.torch.leaves(subject.torch_model) if leaf.path in paired]
+        shapes = [(leaf.path, leaf.shape) for leaf in self.leaves] + [(p, a.shape) for p, a in subject.values()]
+        self.key = (type(subject.torch_model), *shapes)
         self.few: set[str] = set()
         self.why = "no output has a value that could be proved"
         self.hopeless = False
 
-    def at(self, bits: int) -> Probe | None:
+    def at(self, bits: int, known: set[str]) -> Probe | None:
         """A probe of so many bits. A second try narrows what feeds scores, a third scales it."""
-        scaled: set[str] = set()
+        scaled = set(known)
         for _ in range(5):
             weights = scale_up(probe_weights(self.leaves, self.subject.seed), scaled)
             call = self.call_of(bits, scaled)
@@ -139,6 +149,7 @@ class Search:
                     )
                 shares = [proved_places(run.outputs[path], array).mean() for path, array in arrays(plain) if array.size]
                 if shares and float(np.mean(shares)) >= ENOUGH:
+                    LEARNT[self.key] = (bits, set(self.few), scaled)
                     return Probe(weights, call, run.outputs, plain, bits)
             if not fresh and not unsaturated:
                 return None

@@ -115,7 +115,7 @@ SETTINGS = {
     "fast-variance": (
         lambda: nn.LayerNorm(4),
         lambda r: nnx.LayerNorm(4, epsilon=1e-5, rngs=r),
-        "use_fast_variance=True on the flax side, wanted False",
+        "use_fast_variance=True in Flax, wanted False",
     ),
     "plain-norm-eps": (
         lambda: nn.LayerNorm(4, eps=1e-3, elementwise_affine=False),
@@ -126,18 +126,18 @@ SETTINGS = {
     "broadcast": (
         lambda: nn.Dropout(0.1),
         lambda r: nnx.Dropout(0.1, broadcast_dims=(0,), rngs=r),
-        "broadcast_dims=(0,) on the flax side, wanted ()",
+        "broadcast_dims=(0,) in Flax, wanted ()",
     ),
     "padding": (
         lambda: nn.Embedding(5, 3, padding_idx=0),
         lambda r: nnx.Embed(5, 3, rngs=r),
-        "padding_idx=0 on the torch side, wanted None",
+        "padding_idx=0 in torch, wanted None",
     ),
-    "max-norm": (lambda: nn.Embedding(5, 3, max_norm=1.0), lambda r: nnx.Embed(5, 3, rngs=r), "max_norm=1.0 on the torch side"),
+    "max-norm": (lambda: nn.Embedding(5, 3, max_norm=1.0), lambda r: nnx.Embed(5, 3, rngs=r), "max_norm=1.0 in torch"),
     "frequency": (
         lambda: nn.Embedding(5, 3, scale_grad_by_freq=True),
         lambda r: nnx.Embed(5, 3, rngs=r),
-        "scale_grad_by_freq=True on the torch side",
+        "scale_grad_by_freq=True in torch",
     ),
     "linear-dtype": (
         lambda: nn.Linear(3, 4),
