@@ -15,6 +15,8 @@ import parity
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 # Failing cases that are shown whole; the rest is in --json.
 SHOWN = 3
+# Below this many columns the table becomes one line for each module.
+TABLE_WIDTH = 78
 
 
 def main() -> None:
@@ -43,6 +45,8 @@ def check_command(
     """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
     chosen = [level.strip() for level in levels.split(",") if level.strip()]
     console = Console(stderr=True)
+    if not console.is_terminal and not as_json:
+        print("comparing; most of a first run is compilation and takes about a minute", file=sys.stderr, flush=True)
     with progress_bar(console) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -80,7 +84,11 @@ def show(result: parity.SuiteResult) -> None:
         # A terminal gets lines broken between words, a file gets them whole.
         console.print(escape(text), style=style, highlight=False, soft_wrap=not console.is_terminal)
 
-    console.print(levels_table(result))
+    if console.width >= TABLE_WIDTH:
+        console.print(levels_table(result))
+    else:
+        for name, cells in rows(result):
+            say(f"{name}: " + ", ".join(f"{level} {text}" for level, text in zip(result.levels, cells, strict=True)))
     for case in result.cases:
         if case.skipped:
             say(f"skipped: {case.name}: {case.skipped}")
@@ -100,27 +108,34 @@ def levels_table(result: parity.SuiteResult) -> Table:
     table.add_column("module", overflow="fold")
     for level in result.levels:
         table.add_column(level, justify="right")
+    for name, cells in rows(result):
+        table.add_row(name, *(text if complete(text) else f"[red]{text}[/red]" for text in cells))
+    return table
+
+
+def complete(text: str) -> bool:
+    """Whether a cell says that all cases passed, or that there is nothing to pass."""
+    passed, _, of = text.partition("/")
+    return passed == of or not of
+
+
+def rows(result: parity.SuiteResult) -> list[tuple[str, list[str]]]:
+    """For each module and device: how many cases passed each level, of how many to which it applies."""
     groups: dict[tuple[str, str], list[parity.CaseResult]] = {}
     for case in result.cases:
         groups.setdefault((case.module, case.device), []).append(case)
+    found = []
     for (module, device), cases in groups.items():
-        name = module if device == "cpu" else f"{module} on {device}"
         ran = [case for case in cases if not case.skipped]
-        if not ran:
-            table.add_row(name, *["skipped"] * len(result.levels), style="yellow")
-            continue
-        table.add_row(name, *[cell(ran, level) for level in result.levels])
-    return table
+        cells = [cell(ran, level) if ran else "skipped" for level in result.levels]
+        found.append((module if device == "cpu" else f"{module} on {device}", cells))
+    return found
 
 
 def cell(cases: list[parity.CaseResult], level: str) -> str:
     found = [r for case in cases if case.report for r in case.report.levels if r.level == level]
     applies = [r for r in found if r.status != "not applicable"]
-    passed = sum(r.passed for r in applies)
-    if not applies:
-        return "n/a"
-    text = f"{passed}/{len(applies)}"
-    return text if passed == len(applies) else f"[red]{text}[/red]"
+    return f"{sum(r.passed for r in applies)}/{len(applies)}" if applies else "n/a"
 
 
 def summary(result: parity.SuiteResult) -> str:

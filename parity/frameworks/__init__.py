@@ -23,7 +23,7 @@ def load(room: str) -> ModuleType:
     """
     package, extra = NEEDS[room]
     if importlib.util.find_spec(package) is None:
-        raise MissingFrameworkError(f"{package} is not installed; install it with: pip install 'torch-flax-parity[{extra}]'")
+        raise MissingFrameworkError(f"{package} is not installed; install it with: pip install '.[{extra}]' in a clone")
     return importlib.import_module(f"parity.frameworks.{room}")
 
 
