@@ -26,6 +26,8 @@ QUICK = {"cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitte
 def problems_before_running(model: Any) -> list[str]:
     """Why a model cannot be compared as it stands: in train mode, or without values."""
     found = []
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        found.append("this runs inside jax.jit, where arrays hold no numbers; call it outside")
     training = [
         ".".join(path) or "the model" for path, _, node in walk(model) if isinstance(node, nnx.Module) and depends_on_mode(node)
     ]

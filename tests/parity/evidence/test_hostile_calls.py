@@ -209,3 +209,16 @@ def test_weights_of_a_saturated_softmax_are_judged_together():
     models = pair(lambda x: torch.softmax(x * 150, -1), lambda x: jax.nn.softmax(x * 150, -1))
     report = parity.compare(*models, normal(16, 4), levels=("identical", "native"), **FAST)
     assert report.passed, str(report)
+
+
+def test_compare_inside_jit_is_refused():
+    torch_model, flax_model = nn.Linear(3, 3).eval(), nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    parity.transfer(torch_model, flax_model)
+
+    @jax.jit
+    def step(x):
+        parity.compare(torch_model, flax_model, np.ones((2, 3), np.float32))
+        return x
+
+    with pytest.raises(parity.InputError, match=r"this runs inside jax.jit, where arrays hold no numbers; call it outside"):
+        step(1.0)
