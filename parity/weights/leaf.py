@@ -4,7 +4,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
+
+# Every dtype that an array may have on its way, by name.
+DTYPES: dict[str, np.dtype] = {
+    **{name: np.dtype(name) for name in ("float64", "float32", "float16", "complex64", "complex128", "bool")},
+    **{f"{sign}int{width}": np.dtype(f"{sign}int{width}") for sign in ("", "u") for width in (8, 16, 32, 64)},
+    **{
+        name: np.dtype(getattr(ml_dtypes, name))
+        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class Leaf:
         read: the array as NumPy, not to be written into; it may share the model's memory.
         share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
         unreadable: why the array has no values that could be read; empty if it has.
+        from_file: whether it is read from a file.
     """
 
     path: str
@@ -48,6 +60,7 @@ class Leaf:
     read: Callable[[], np.ndarray] = field(compare=False, repr=False)
     share: Callable[[tuple[int, ...]], Shared | np.ndarray] = field(compare=False, repr=False)
     unreadable: str = ""
+    from_file: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ import fnmatch
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
+from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Layout
 from parity.weights.leaf import Leaf
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, split, wrapper
 from parity.weights.rules import TORCH_NAMES, disagreements, layout_by_name, leaf_rule, rule_for
+
+# A module of parity.frameworks, or a checkpoint in its place.
+Room = Any
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Pairing:
         renames: from names of the source to names of the target.
     """
 
-    source: ModuleType
-    target: ModuleType
+    source: Room
+    target: Room
     pairs: tuple[Pair, ...]
     problems: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -79,7 +82,7 @@ def pair(
     Raises:
         InputError: source or target is nothing that has leaves.
     """
-    rooms = owner_of(source, "source"), owner_of(target, "target")
+    rooms = room_of(source, "source"), room_of(target, "target")
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
     targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
     sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
@@ -128,6 +131,11 @@ def pair(
         tuple(settings(rooms, source, target, renames, sides)),
         renames,
     )
+
+
+def room_of(value: Any, role: str) -> Room:
+    """What knows the leaves of a model or tree: a framework's room, or the opened checkpoint itself."""
+    return value if isinstance(value, Tree) else owner_of(value, role)
 
 
 def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
@@ -345,9 +353,7 @@ def conflicting_ties(pairs: list[Pair]) -> list[str]:
     ]
 
 
-def settings(
-    rooms: tuple[ModuleType, ModuleType], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]
-) -> list[str]:
+def settings(rooms: tuple[Room, Room], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]) -> list[str]:
     """Disagreements of all layers that both sides have under one path."""
     if sides[0] == sides[1]:
         return []

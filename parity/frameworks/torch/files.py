@@ -1,0 +1,140 @@
+"""Files of torch.save, read without running code and written one tensor after the other."""
+
+import dataclasses
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity.errors import InputError, first_line
+from parity.frameworks.torch.leaves import leaves, torch_dtype
+from parity.weights.files import Contents, Slot, looks_like, size_of
+
+# Under what name training scripts keep the weights beside an optimizer and an epoch.
+KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+
+
+def read(path: Path) -> Contents:
+    """Open a file of torch.save; its tensors stay on disk until they are read.
+
+    Raises:
+        InputError: loading it would run code, it is cut short, or holds no state_dict.
+    """
+    state, notes = state_in(loaded(path), path)
+    plain = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    others = [str(name) for name in state if name not in plain]
+    if others:
+        notes.append(f"{path.name}: no tensors, so left out: {', '.join(others)}")
+    found = tuple(dataclasses.replace(leaf, from_file=True) for leaf in leaves(plain))
+    return Contents(found, "torch", {}, tuple(notes))
+
+
+def loaded(path: Path) -> Any:
+    size_of(path)
+    with path.open("rb") as file:
+        start = file.read(8)
+    try:
+        # Only the zip archives of torch 1.6 and later can be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
+    except Exception as error:
+        # torch reports damage by many types: RuntimeError, EOFError, KeyError, ValueError, UnpicklingError.
+        raise InputError(refusal(path, start, error)) from error
+
+
+def refusal(path: Path, start: bytes, error: Exception) -> str:
+    """Why a file was not loaded, and what to do."""
+    words = str(error)
+    if "TorchScript" in words:
+        return f"{path} is a TorchScript program, not weights; save model.state_dict() instead"
+    found = re.search(r"(?:GLOBAL|global|class|function) ([\w.]*\w\.\w+)", words)
+    if "Weights only load failed" in words and found:
+        return (
+            f"{path} holds {found.group(1)}, and loading that would run code; nothing of it was run. "
+            "Ask its author for safetensors, or save model.state_dict() where you trust it"
+        )
+    known = "" if start.startswith((b"PK\x03\x04", b"\x80\x02")) else looks_like(start)
+    reason = next((line for line in reversed(words.splitlines()) if line.strip() and "http" not in line), first_line(error))
+    return f"{path} is no file of torch.save, or is damaged: {reason.strip()[:200]}{known or '; fetch or write it again'}"
+
+
+def state_in(value: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The state_dict in what was loaded, and how it was found.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    if not isinstance(value, Mapping):
+        raise InputError(f"{path} holds a {type(value).__name__}, not a state_dict; save model.state_dict()")
+    known = [key for key in KEYS if tensors_in(value.get(key))]
+    nested = known or [str(key) for key, entry in value.items() if tensors_in(entry)]
+    if not nested and tensors_in(value):
+        return {str(key): entry for key, entry in value.items()}, []
+    if len(known) != 1:
+        what = (
+            f"tensors under each of {', '.join(nested)}"
+            if nested
+            else f"no tensors, only {', '.join(map(str, value)) or 'nothing'}"
+        )
+        raise InputError(f"{path} holds {what}; load it with torch.load and give the state_dict that is meant")
+    others = [str(key) for key in value if key != known[0]]
+    left = f"; left out: {', '.join(others)}" if others else ""
+    return dict(value[known[0]]), [f"{path.name}: the weights are under {known[0]!r}{left}"]
+
+
+def tensors_in(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
+
+
+def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
+    """Write a state_dict, one tensor after the other; tied names share one storage, as torch.save has it."""
+    # Never touched, so that this memory is only promised.
+    empty = {slot.paths[0]: torch.empty(slot.shape, dtype=torch_dtype(slot.dtype)) for slot in slots}
+    whole = {name: empty[slot.paths[0]] for slot in slots for name in slot.paths}
+    with torch.serialization.skip_data():
+        torch.save(whole, path)
+    del empty, whole
+    with zipfile.ZipFile(path) as archive:
+        infos, central = {info.filename: info for info in archive.infolist()}, archive.start_dir
+    prefix = next(name for name in infos if name.endswith("/data.pkl")).removesuffix("data.pkl")
+    sums = {}
+    with path.open("r+b") as file:
+        # Storages are numbered in the order in which the pickle meets them.
+        for number, slot in enumerate(slots):
+            info = infos[f"{prefix}data/{number}"]
+            data = np.ascontiguousarray(arrays[slot.paths[0]]).reshape(-1).view(np.uint8).data
+            file.seek(data_offset(file, info))
+            file.write(data)
+            sums[info.filename] = zlib.crc32(data)
+        write_sums(file, central, sums)
+    return []
+
+
+def data_offset(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Where an entry's bytes begin: behind its local header, whose padding the directory does not tell."""
+    file.seek(info.header_offset)
+    name, extra = struct.unpack("<26x2H", file.read(30))
+    return info.header_offset + 30 + name + extra
+
+
+def write_sums(file: BinaryIO, central: int, sums: Mapping[str, int]) -> None:
+    """Put the checksums into the archive's directory: torch left them out together with the data."""
+    file.seek(central)
+    while True:
+        at, header = file.tell(), file.read(46)
+        if header[:4] != b"PK\x01\x02":
+            break
+        name, extra, comment = struct.unpack_from("<3H", header, 28)
+        filename = file.read(name).decode()
+        if filename in sums:
+            file.seek(at + 16)
+            file.write(struct.pack("<I", sums[filename]))
+        file.seek(at + 46 + name + extra + comment)
+    file.seek(0, os.SEEK_END)
