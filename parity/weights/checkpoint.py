@@ -167,7 +167,7 @@ class Target(Tree):
                 f"{self.path.name} is to hold {wanted}'s names, but `like` has {got}'s; give one that has {wanted}'s"
             )
         if not self.format.ties:
-            self.found = [untied(leaf) for leaf in self.found]
+            self.found = [dataclasses.replace(leaf, identity=leaf.path) for leaf in self.found]
         kept = source.contents.metadata if isinstance(source, Source) else {}
         # What says whose names these are is told anew.
         self.metadata = {k: v for k, v in kept.items() if k != "format"} if self.format.metadata else {}
@@ -264,10 +264,6 @@ def side(room: Any) -> Side:
     return "torch" if room.NAME == "torch" else "flax"
 
 
-def untied(leaf: Leaf) -> Leaf:
-    return make_leaf(leaf.path, leaf.shape, leaf.dtype, leaf.path, leaf.read, leaf.owner)
-
-
 def compare(written: Contents, slots: list[Slot], arrays: Mapping[str, np.ndarray], path: Path) -> None:
     """Compare what was read back with the source, bit for bit.
 
@@ -318,7 +314,8 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         made = make_leaf(path, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
         leaves.append(dataclasses.replace(made, kinds=kinds))
     if problems:
-        raise TransferError(listed("transfer refused, nothing was written", problems), problems)
+        ask = "give the names of the target with like (--like)"
+        raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
     return leaves
 
 
@@ -330,24 +327,23 @@ def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Layout, tuple[str, ...]
         torch = to_side == "torch"
         layout = known.layout.inverse() if torch else known.layout
         return join(leaf.owner, known.torch if torch else known.flax), layout, (rule.torch if torch else rule.flax,)
-    ask = "; give the names of the target with like (--like)"
     if leaf.kinds:
         if leaf.kinds[0].startswith(("torch.nn.", "flax.nnx.")):
-            return f"{leaf.path} belongs to a {leaf.kinds[0]}, for which no rule is known{ask}"
+            return f"{leaf.path} belongs to a {leaf.kinds[0]}, for which no rule is known"
         # A parameter of a module of the user's own keeps its name and layout.
         return join(leaf.owner, leaf.name), AS_IS, ()
     if to_side == "flax":
-        return from_torch_by_name(leaf, ask)
+        return from_torch_by_name(leaf)
     if leaf.name == "kernel" and len(leaf.shape) == 2:
         return join(leaf.owner, "weight"), TRANSPOSED, ()
     if leaf.name in FLAX_ONLY and leaf.name != "kernel":
         return join(leaf.owner, TORCH_NAMES[leaf.name]), AS_IS, ()
     if len(leaf.shape) > 1 or leaf.name in ("mean", "var"):
-        return f"{leaf.path} {leaf.shape}: its name alone does not tell what PyTorch calls it, or in which layout{ask}"
+        return f"{leaf.path} {leaf.shape}: its name alone does not tell what PyTorch calls it, or in which layout"
     return join(leaf.owner, leaf.name), AS_IS, ()
 
 
-def from_torch_by_name(leaf: Leaf, ask: str) -> tuple[str, Layout, tuple[str, ...]] | str:
+def from_torch_by_name(leaf: Leaf) -> tuple[str, Layout, tuple[str, ...]] | str:
     """A name of PyTorch's in Flax's words.
 
     Only vectors called `bias` are certain. Any other name has several meanings: `weight` is a
@@ -356,4 +352,4 @@ def from_torch_by_name(leaf: Leaf, ask: str) -> tuple[str, Layout, tuple[str, ..
     """
     if leaf.name == "bias" and len(leaf.shape) == 1:
         return join(leaf.owner, "bias"), AS_IS, ()
-    return f"{leaf.path} {leaf.shape}: its name alone does not tell what Flax calls it, or in which layout{ask}"
+    return f"{leaf.path} {leaf.shape}: its name alone does not tell what Flax calls it, or in which layout"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import mmap
 import os
@@ -139,6 +140,31 @@ def looks_like(start: bytes) -> str:
         (b"\x89HDF", "; it is an HDF5 file, as Keras writes: convert it there first"),
     )
     return next((words for mark, words in marks if start.startswith(mark)), "")
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
+def read_rename(path: Path) -> dict[str, str]:
+    """A rename file: a JSON object from names to names.
+
+    Raises:
+        InputError: it is missing, or is something else.
+    """
+    size_of(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no rename file: it is no valid JSON ({error}); save one to see its form") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no rename file: it holds a {type(found).__name__}, not an object from names to names")
+    return found
 
 
 def size_of(path: Path) -> int:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parity.errors import InputError, listed
-from parity.weights.files import Contents, Mapped, Slot, looks_like, make_leaf, put, side_of, size_of, sync
+from parity.weights.files import Contents, Mapped, Slot, looks_like, make_leaf, once, put, side_of, size_of, sync
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import natural
 
@@ -37,15 +37,6 @@ CODES = {name: code for code, name in NAMES.items()}
 # The limit of the format's own reader: more is an attack, not a header.
 LONGEST_HEADER = 100_000_000
 SHARD = 5_000_000_000
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
-    return found
 
 
 def read(path: Path) -> Contents:

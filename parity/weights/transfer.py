@@ -1,5 +1,6 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
-from parity.weights.files import count_nan, same_bits
+from parity.weights.files import count_nan, read_rename, same_bits
 from parity.weights.pairing import Pair, Pairing, pair
 
 
@@ -93,7 +94,7 @@ def transfer(
     source: Any,
     target: Any,
     *,
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ignore: Iterable[str] = (),
     cast: str | None = None,
     copy: bool = True,
@@ -118,7 +119,8 @@ def transfer(
             folder of safetensors shards, `.orbax` an Orbax folder).
         rename: names on the torch side to names on the Flax side, of leaves or of modules; used
             in either direction of travel. `{i}` stands for a number that both sides share.
-            Between two of one framework: names of the source to names of the target.
+            Between two of one framework: names of the source to names of the target. Or the path of a
+            JSON file that holds them.
         ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
         cast: None wants equal dtypes; "target" rounds to the target's dtype, "source" gives the
             target the source's dtype, any dtype's name casts to that on arrival.
@@ -143,6 +145,7 @@ def transfer(
         MissingFrameworkError: a framework that is needed is not installed.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    rename = read_rename(Path(rename)) if isinstance(rename, str | os.PathLike) else rename
     source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
     if is_path(target):
         target = Target(Path(target), source, like, rename, ignore, overwrite=overwrite, verify=verify)
@@ -158,7 +161,8 @@ def transfer(
     sent = Sent(pairing.pairs, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
     if problems:
-        raise TransferError(listed("transfer refused, nothing was written", problems), problems)
+        found = {p.source.path: p.target.path for p in pairing.pairs}
+        raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
     value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
     if verify and not dry and not isinstance(target, Target):
         check_arrived(pairing, value, Sent(pairing.pairs, dtypes, copy=True))
