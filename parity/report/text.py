@@ -33,6 +33,7 @@ def transfer_text(transfer: "Transfer") -> str:
     lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
     lines += [f"  setting: {sentence}" for sentence in transfer.settings]
     lines += [f"  note: {sentence}" for sentence in transfer.notes]
+    lines += ["  read back: bit-equal"] if transfer.verified else []
     by_name = sum(entry.decided_by == "name" for entry in transfer.plan)
     if by_name:
         lines.append(f"  {by_name} layouts were decided by name, no layer type being known")

@@ -163,9 +163,7 @@ class Target(Tree):
             self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role != "random state"]
         if self.format.side not in (None, self.NAME):
             wanted, got = ("PyTorch", "Flax") if self.format.side == "torch" else ("Flax", "PyTorch")
-            raise InputError(
-                f"{self.path.name} is to hold {wanted}'s names, but `like` has {got}'s; give one that has {wanted}'s"
-            )
+            raise InputError(f"{self.path.name} is to hold {wanted}'s names, but like has {got}'s; give one with {wanted}'s")
         if not self.format.ties:
             self.found = [dataclasses.replace(leaf, identity=leaf.path) for leaf in self.found]
         kept = source.contents.metadata if isinstance(source, Source) else {}

@@ -27,7 +27,7 @@ FLAX_ONLY = ("kernel", "scale", "embedding")
 # The first key of Flax's variables names a collection, not a layer.
 COLLECTIONS = ("params", "batch_stats", "cache", "intermediates")
 # Bytes that may stay mapped after they were read: the file is not to count twice against memory.
-MAPPED = 32 << 20
+MAPPED = 8 << 20
 
 
 class Tree:
@@ -197,11 +197,12 @@ class Mapped:
         count = math.prod(shape)
         if not count:
             return np.empty(shape, DTYPES[dtype])
-        if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
+        size = count * DTYPES[dtype].itemsize
+        if self.touched + size > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
             # An array given out before stays good: its pages come back from the page cache if it is read again.
             self.data.madvise(mmap.MADV_DONTNEED)
             self.touched = 0
-        self.touched += count * DTYPES[dtype].itemsize
+        self.touched += size
         return np.frombuffer(self.data, DTYPES[dtype], count, begin).reshape(shape)
 
 
@@ -290,7 +291,7 @@ def count_nan(array: np.ndarray) -> int:
         # Comparing bits as integers needs no memory: above infinity's bits there is nothing but NaN.
         if array.view(f"i{width // 8}").max() <= limit and array.view(f"u{width // 8}").max() <= limit + (1 << (width - 1)):
             return 0
-    return int(np.isnan(array.astype(np.float32) if array.dtype.kind == "V" else array).sum())
+    return int(np.isnan(array).sum())
 
 
 # The bits of infinity, or of the largest number where there is no infinity.

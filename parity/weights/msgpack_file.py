@@ -66,9 +66,8 @@ class Walk:
         """Pass over bytes; returns where they begin."""
         begin = self.position
         if count > self.end - begin:
-            raise CorruptError(
-                f"{count:,} bytes are announced at byte {begin:,}, and {self.end - begin:,} are left: it is cut short"
-            )
+            left = self.end - begin
+            raise CorruptError(f"it is cut short: {count:,} bytes are announced at byte {begin:,}, and {left:,} are left")
         self.position += count
         return begin
 
@@ -146,9 +145,7 @@ class Walk:
             raise CorruptError(f"an array at byte {begin:,} has no shape or no values")
         wanted = int(np.prod(sizes, dtype=object)) * DTYPES[dtype].itemsize
         if wanted != span.length:
-            raise CorruptError(
-                f"an array at byte {begin:,} takes {wanted:,} bytes by its shape and dtype, but has {span.length:,}"
-            )
+            raise CorruptError(f"an array at byte {begin:,} takes {wanted:,} bytes by its shape, but has {span.length:,}")
         return Stored(sizes, dtype, span.begin)
 
 

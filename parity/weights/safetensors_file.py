@@ -159,9 +159,8 @@ def read_index(path: Path) -> Contents:
     for file in files:
         shard, its_metadata = tensors(path.parent / file)
         metadata |= its_metadata
-        problems += [
-            f"{name} is in {file}, but the index has it in {names.get(name)}" for name in shard if names.get(name) != file
-        ]
+        strays = [name for name in shard if names.get(name) != file]
+        problems += [f"{name} is in {file}, but the index has it in {names.get(name, 'no file')}" for name in strays]
         found |= shard
     problems += [f"{name} is not in {file}, where the index has it" for name, file in names.items() if name not in found]
     if problems:

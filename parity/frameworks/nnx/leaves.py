@@ -197,7 +197,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
 
 
 # Bytes that jax copies in one call: enough for its threads, little beside a model.
-BATCH = 64 << 20
+BATCH = 16 << 20
 
 
 def batches(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -113,10 +113,12 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
             for key in branch:
                 node = node.setdefault(key, {})
             node[last] = array
-    with quiet():
-        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        checkpointer.save(path.resolve(), args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
-        checkpointer.close()
+    try:
+        with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(path.resolve(), args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
+    except Exception as error:
+        # TensorStore reports a full disk by ValueError, Orbax by several types.
+        raise OSError(first_line(error)) from error
     return []
 
 

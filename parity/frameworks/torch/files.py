@@ -78,11 +78,8 @@ def state_in(value: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
     if not nested and tensors_in(value):
         return {str(key): entry for key, entry in value.items()}, []
     if len(known) != 1:
-        what = (
-            f"tensors under each of {', '.join(nested)}"
-            if nested
-            else f"no tensors, only {', '.join(map(str, value)) or 'nothing'}"
-        )
+        keys = ", ".join(map(str, value)) or "nothing"
+        what = f"tensors under {', '.join(nested)}" if nested else f"no tensors: {keys}"
         raise InputError(f"{path} holds {what}; load it with torch.load and give the state_dict that is meant")
     others = [str(key) for key in value if key != known[0]]
     left = f"; left out: {', '.join(others)}" if others else ""
@@ -98,8 +95,12 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
     # Never touched, so that this memory is only promised.
     empty = {slot.paths[0]: torch.empty(slot.shape, dtype=torch_dtype(slot.dtype)) for slot in slots}
     whole = {name: empty[slot.paths[0]] for slot in slots for name in slot.paths}
-    with torch.serialization.skip_data():
-        torch.save(whole, path)
+    try:
+        with torch.serialization.skip_data():
+            torch.save(whole, path)
+    except RuntimeError as error:
+        # So torch reports a full disk.
+        raise OSError(first_line(error)) from error
     del empty, whole
     with zipfile.ZipFile(path) as archive:
         infos, central = {info.filename: info for info in archive.infolist()}, archive.start_dir

@@ -12,7 +12,19 @@ from torch import nn
 from transfer_helpers import any_bits, rngs, to_tensor
 
 ENDS = (".safetensors", ".pt", ".msgpack", ".orbax", "")
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8", "bool")
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+)
 
 
 def tensors(*name: Any) -> dict[str, torch.Tensor]:

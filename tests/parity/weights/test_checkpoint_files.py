@@ -79,7 +79,9 @@ def test_every_dtype_goes_from_file_to_file(first, second, tmp_path):
 @pytest.mark.parametrize("end", [".msgpack", ".orbax"])
 def test_every_dtype_goes_through_a_tree(end, tmp_path):
     with jax.enable_x64(True):
-        state = nnx.state(FlaxHolder(**{k.replace(".", "_"): jnp.array(np.asarray(v)) for k, v in arrays(tensors("tree")).items()}))
+        state = nnx.state(
+            FlaxHolder(**{k.replace(".", "_"): jnp.array(np.asarray(v)) for k, v in arrays(tensors("tree")).items()})
+        )
         parity.transfer(state, tmp_path / f"a{end}", verify=True)
         parity.transfer(tmp_path / f"a{end}", tmp_path / "b.msgpack", verify=True)
         assert snapshot(parity.transfer(tmp_path / "b.msgpack", state).value) == snapshot(state)
@@ -254,7 +256,11 @@ def test_metadata_without_a_place_is_told(tmp_path):
 
 
 def test_nan_is_sent_and_reported(tmp_path):
-    state = {"all": torch.full((2, 2), float("nan")), "some": torch.tensor([1.0, -float("nan")]).bfloat16(), "none": torch.ones(2)}
+    state = {
+        "all": torch.full((2, 2), float("nan")),
+        "some": torch.tensor([1.0, -float("nan")]).bfloat16(),
+        "none": torch.ones(2),
+    }
     state["eight"] = torch.tensor([float("nan"), 448.0]).to(torch.float8_e4m3fn)
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
     done = parity.transfer(tmp_path / "a.safetensors", {k: torch.zeros_like(v) for k, v in state.items()})
@@ -302,7 +308,9 @@ def test_like_gives_names_where_torch_names_are_not_certain(like, tmp_path):
     parity.transfer(FlaxPair(), tmp_path / "like.msgpack")
     done = parity.transfer(tmp_path / "a.pt", tmp_path / "b.msgpack", like=given, verify=True)
     assert {e.decided_by for e in done.plan} == ({"rule"} if like == "model" else {"name"})
-    assert snapshot(parity.transfer(tmp_path / "b.msgpack", FlaxPair()).value) == snapshot(parity.transfer(source, FlaxPair()).value)
+    assert snapshot(parity.transfer(tmp_path / "b.msgpack", FlaxPair()).value) == snapshot(
+        parity.transfer(source, FlaxPair()).value
+    )
 
 
 def test_between_files_of_one_framework_names_stay(tmp_path):
