@@ -129,18 +129,16 @@ def floors(row: str, path: Path, folder: Path, arrays: list[Any]) -> tuple[str, 
     import numpy as np
 
     buffers = [np.ones_like(array) for array in arrays]
-    whole = bytearray(path.stat().st_size)
 
     def read() -> None:
-        with path.open("rb") as file:
-            file.readinto(whole)
+        # Into new memory, as the arrays of a model are new memory.
+        path.read_bytes()
 
     def write() -> None:
         import os
 
-        read()
         with (folder / "raw").open("wb") as file:
-            file.write(whole)
+            file.write(path.read_bytes())
             os.fsync(file.fileno())
 
     def copy() -> None:
