@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parity.errors import InputError, first_line
 from parity.frameworks.torch.leaves import leaves, torch_dtype
-from parity.weights.files import Contents, Slot, looks_like, size_of
+from parity.weights.files import Contents, Slot, looks_like, row_major, size_of
 
 # Under what name training scripts keep the weights beside an optimizer and an epoch.
 KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -110,10 +110,11 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
         # Storages are numbered in the order in which the pickle meets them.
         for number, slot in enumerate(slots):
             info = infos[f"{prefix}data/{number}"]
-            data = np.ascontiguousarray(arrays[slot.paths[0]]).reshape(-1).view(np.uint8).data
             file.seek(data_offset(file, info))
-            file.write(data)
-            sums[info.filename] = zlib.crc32(data)
+            sums[info.filename] = 0
+            for piece in row_major(arrays[slot.paths[0]]):
+                file.write(piece)
+                sums[info.filename] = zlib.crc32(piece, sums[info.filename])
         write_sums(file, central, sums)
     return []
 
