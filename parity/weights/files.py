@@ -159,6 +159,10 @@ def read_rename(path: Path) -> dict[str, str]:
     Raises:
         InputError: it is missing, or is something else.
     """
+    if path.suffix != ".json":
+        raise InputError(
+            f"rename must be a mapping from names to names, got {str(path)!r}; or the path of a .json file with one"
+        )
     size_of(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)

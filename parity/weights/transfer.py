@@ -145,7 +145,8 @@ def transfer(
         MissingFrameworkError: a framework that is needed is not installed.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    rename = read_rename(Path(rename)) if isinstance(rename, str | os.PathLike) else rename
+    if isinstance(rename, str | os.PathLike):
+        rename = read_rename(Path(rename))
     source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
     if is_path(target):
         target = Target(Path(target), source, like, rename, ignore, overwrite=overwrite, verify=verify)
@@ -289,7 +290,9 @@ def overflow(p: Pair, dtype: str) -> str:
     if not is_float(p.source.dtype):
         gone = int((array != before).sum())
         return f"{gone} values of {p.source.path} do not fit {dtype}" if gone else ""
-    gone = int((np.isfinite(before.astype(np.float64)) & ~np.isfinite(array.astype(np.float64))).sum())
+    # A signalling NaN becomes a quiet one, which is nothing to warn of.
+    with np.errstate(invalid="ignore"):
+        gone = int((np.isfinite(before.astype(np.float64)) & ~np.isfinite(array.astype(np.float64))).sum())
     return f"{gone} values of {p.source.path} overflow {dtype} and would become infinite or NaN" if gone else ""
 
 
