@@ -232,6 +232,13 @@ def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
     layout = entry.layout if entry else AS_IS
     if not rules and not (torch_leaf.kinds and flax_leaf.kinds):
         layout = layout_by_name(torch_leaf.name, flax_leaf.name, len(flax_leaf.shape))
+        if layout is AS_IS and (torch_leaf.name, flax_leaf.name) == ("weight", "kernel") and len(flax_leaf.shape) > 1:
+            # Of a filter and of attention heads alike, and nothing shows it where all axes are of one length.
+            axes = len(flax_leaf.shape)
+            return (
+                f"{torch_leaf.path} and {flax_leaf.path}: their names alone do not tell how a kernel of {axes} axes "
+                "is laid out; give a model in place of one of the trees or files"
+            )
     if not layout.fits(len(torch_leaf.shape)) or layout.shape(torch_leaf.shape) != flax_leaf.shape:
         wanted = layout.shape(torch_leaf.shape) if layout.fits(len(torch_leaf.shape)) else f"{len(layout.axes or ())} axes"
         hint = ""

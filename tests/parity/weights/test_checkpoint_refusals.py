@@ -401,6 +401,13 @@ def test_flax_names_that_are_not_certain_are_refused(array, tmp_path):
         parity.transfer(tmp_path / "a.msgpack", tmp_path / "b.pt")
 
 
+def test_a_kernel_of_many_axes_is_not_guessed_by_name(tmp_path):
+    torch.save({"a.weight": torch.ones(3, 3, 3)}, tmp_path / "a.pt")
+    target = nnx.state(nnx.Dict(a=FlaxHolder(kernel=jnp.ones((3, 3, 3)))))
+    with pytest.raises(InputError, match=r"a\.weight and a\.kernel: their names alone do not tell how a kernel of 3 axes"):
+        parity.transfer(tmp_path / "a.pt", target)
+
+
 def test_a_layer_without_a_rule_is_not_guessed(tmp_path, monkeypatch):
     model = nn.ModuleDict({"a": nn.Bilinear(2, 2, 2)})
     with pytest.raises(InputError, match=r"a\.weight belongs to a torch\.nn\.Bilinear, for which no rule is known"):

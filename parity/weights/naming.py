@@ -1,0 +1,88 @@
+"""What the arrays of a file are called for which nobody gave names."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from parity.errors import TransferError, listed
+from parity.weights.files import FLAX_ONLY, Side, make_leaf
+from parity.weights.layouts import AS_IS, TRANSPOSED, Layout
+from parity.weights.leaf import Leaf
+from parity.weights.pairing import directed, sorted_out
+from parity.weights.paths import Rename, join, split
+from parity.weights.rules import TORCH_NAMES, leaf_rule, rule_for
+
+
+def side(room: Any) -> Side:
+    return "torch" if room.NAME == "torch" else "flax"
+
+
+def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ignore: Iterable[str]) -> list[Leaf]:
+    """The leaves of a file for which nobody gave names.
+
+    Between files and models of one framework names stay. Across, the layer's row of the ledger
+    decides; where no layer is known, only what its name alone makes certain is converted.
+
+    Raises:
+        TransferError: a name on the other side is not certain.
+    """
+    travelling, _, _ = sorted_out(sources, tuple(ignore))
+    renames = directed(Rename(rename), (from_side, to_side), travelling)
+    leaves, problems = [], []
+    for leaf in travelling:
+        if from_side == to_side:
+            found: tuple[str, Layout, tuple[str, ...]] | str = (leaf.path, AS_IS, ())
+        else:
+            found = counterpart(leaf, to_side)
+        if isinstance(found, str):
+            problems.append(found)
+            continue
+        path, layout, kinds = found
+        own = leaf.path if from_side == to_side else join(leaf.owner, leaf.name)
+        new, key = renames.apply(own)
+        if key is not None:
+            # Of a module only the path was renamed; the array's own name follows the ledger.
+            path = new if split(new)[1] != leaf.name else join(split(new)[0], split(path)[1])
+        # Two names of one array are one array in the file too, if it can say so.
+        made = make_leaf(path, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
+        leaves.append(dataclasses.replace(made, kinds=kinds))
+    if problems:
+        ask = "give the names of the target with like (--like)"
+        raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
+    return leaves
+
+
+def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Layout, tuple[str, ...]] | str:
+    """The path and layout of an array on the other side and its layer's class there, or why they are not certain."""
+    rule = rule_for(leaf.kinds)
+    known = leaf_rule(rule, leaf.name, "flax" if to_side == "torch" else "torch")
+    if rule and known:
+        torch = to_side == "torch"
+        layout = known.layout.inverse() if torch else known.layout
+        return join(leaf.owner, known.torch if torch else known.flax), layout, (rule.torch if torch else rule.flax,)
+    if leaf.kinds:
+        if leaf.kinds[0].startswith(("torch.nn.", "flax.nnx.")):
+            return f"{leaf.path} belongs to a {leaf.kinds[0]}, for which no rule is known"
+        # A parameter of a module of the user's own keeps its name and layout.
+        return join(leaf.owner, leaf.name), AS_IS, ()
+    if to_side == "flax":
+        return from_torch_by_name(leaf)
+    if leaf.name == "kernel" and len(leaf.shape) == 2:
+        return join(leaf.owner, "weight"), TRANSPOSED, ()
+    if leaf.name in FLAX_ONLY and leaf.name != "kernel":
+        return join(leaf.owner, TORCH_NAMES[leaf.name]), AS_IS, ()
+    if len(leaf.shape) > 1 or leaf.name in ("mean", "var"):
+        return f"{leaf.path} {leaf.shape}: its name alone does not tell what PyTorch calls it, or in which layout"
+    return join(leaf.owner, leaf.name), AS_IS, ()
+
+
+def from_torch_by_name(leaf: Leaf) -> tuple[str, Layout, tuple[str, ...]] | str:
+    """A name of PyTorch's in Flax's words.
+
+    Only vectors called `bias` are certain. Any other name has several meanings: `weight` is a
+    kernel, to be transposed, in a Linear, a table as it is in an Embedding, and stored as Flax has it
+    already in GPT-2's Conv1D; nothing in a square matrix would ever show the mistake.
+    """
+    if leaf.name == "bias" and len(leaf.shape) == 1:
+        return join(leaf.owner, "bias"), AS_IS, ()
+    return f"{leaf.path} {leaf.shape}: its name alone does not tell what Flax calls it, or in which layout"
