@@ -30,7 +30,7 @@ from transfer_helpers import (
 )
 
 import parity
-from parity.weights import msgpack_file, safetensors_file
+from parity.weights import files, msgpack_file, safetensors_file
 
 # ---------------------------------------------------------------- there and back
 
@@ -247,6 +247,13 @@ def test_metadata_is_kept_from_file_to_file(end, tmp_path):
     (file,) = (tmp_path / f"b{end}").glob("*.safetensors") if not end else [tmp_path / f"b{end}"]
     with safetensors.safe_open(file, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "epoch": "3", "note": "ä"}
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (130, 200), (1, 65), (65, 1), (0, 70)])
+def test_transposed_arrays_are_written_whole_also_beyond_one_tile(shape):
+    array = np.random.default_rng(0).standard_normal(shape).astype("float32")
+    for view in (array, array.T, array[::2, ::3], array.T[::-1]):
+        assert b"".join(files.row_major(view)) == view.tobytes()
 
 
 def test_metadata_without_a_place_is_told(tmp_path):
