@@ -1,6 +1,8 @@
 """Files of torch.save, read without running code and written one tensor after the other."""
 
+import ctypes
 import dataclasses
+import mmap
 import os
 import re
 import struct
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from parity.errors import InputError, first_line
 from parity.frameworks.torch.leaves import leaves, torch_dtype
-from parity.weights.files import Contents, Slot, looks_like, row_major, size_of
+from parity.weights.files import MAPPED, Contents, Slot, looks_like, row_major, size_of
+from parity.weights.leaf import Leaf
 
 # Under what name training scripts keep the weights beside an optimizer and an epoch.
 KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -33,8 +36,50 @@ def read(path: Path) -> Contents:
     others = [str(name) for name in state if name not in plain]
     if others:
         notes.append(f"{path.name}: no tensors, so left out: {', '.join(others)}")
-    found = tuple(dataclasses.replace(leaf, from_file=True) for leaf in leaves(plain))
-    return Contents(found, "torch", {}, tuple(notes))
+    pages = Pages(path)
+    return Contents(tuple(pages.leaf(leaf, plain[leaf.path]) for leaf in leaves(plain)), "torch", {}, tuple(notes))
+
+
+class Pages:
+    """Gives back the pages of a mapped file that were read, so that it does not count twice against memory."""
+
+    def __init__(self, path: Path):
+        self.ranges = mapped_ranges(path)
+        self.first = self.last = self.touched = 0
+
+    def leaf(self, leaf: Leaf, tensor: Tensor) -> Leaf:
+        """The leaf with its pages watched. It lends nothing: what it has is the file's."""
+
+        def read() -> np.ndarray:
+            self.touch(tensor.untyped_storage())
+            return leaf.read()
+
+        return dataclasses.replace(leaf, from_file=True, read=read, share=lambda axes: read().transpose(axes))
+
+    def touch(self, storage: torch.UntypedStorage) -> None:
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        # Only what lies in the file's own mapping: elsewhere the call would wipe memory out.
+        if begin == end or not any(first <= begin and end <= last for first, last in self.ranges):
+            return
+        if self.touched + end - begin > MAPPED:
+            # All that was read so far: torch maps the file once, in one piece, and what was lent may have been read late.
+            first, last = -(-self.first // mmap.PAGESIZE) * mmap.PAGESIZE, self.last // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+            self.touched = 0
+        self.first, self.last = min(self.first or begin, begin), max(self.last, end)
+        self.touched += end - begin
+
+
+def mapped_ranges(path: Path) -> list[tuple[int, int]]:
+    """Where a file is mapped in this process; empty where the system does not tell."""
+    try:
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        return []
+    name = os.path.realpath(path)
+    spans = [parts[0].split("-") for parts in lines if len(parts) == 6 and parts[5] == name]
+    return [(int(first, 16), int(last, 16)) for first, last in spans]
 
 
 def loaded(path: Path) -> Any:

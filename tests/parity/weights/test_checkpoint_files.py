@@ -1,6 +1,7 @@
 """Checkpoints in and out: every kind, every dtype, bit for bit, as their own libraries read and write them."""
 
 import json
+import sys
 import zipfile
 
 import flax.serialization
@@ -399,16 +400,30 @@ def test_the_source_of_a_file_may_be_its_target(tmp_path):
     assert snapshot(parity.transfer(tmp_path / "a.safetensors", TorchPair()).value) == snapshot(source)
 
 
-def test_no_later_write_shows_in_a_model_that_came_from_a_file(tmp_path):
-    source = Holder(w=torch.arange(4096.0).view(64, 64), v=torch.arange(64.0))
-    parity.transfer(source, tmp_path / "a.safetensors")
-    target = FlaxHolder(w=jnp.zeros((64, 64)), v=jnp.zeros(64))
-    parity.transfer(tmp_path / "a.safetensors", target, copy=False)
+@pytest.mark.parametrize("end", [".safetensors", ".pt"])
+def test_no_later_write_shows_in_a_model_that_came_from_a_file(end, tmp_path):
+    source, path = Holder(w=torch.arange(4096.0).view(64, 64), v=torch.arange(64.0)), tmp_path / f"a{end}"
+    parity.transfer(source, path)
+    target, ours = FlaxHolder(w=jnp.zeros((64, 64)), v=jnp.zeros(64)), Holder(w=torch.zeros(64, 64), v=torch.zeros(64))
+    for model in (target, ours):
+        assert not any(entry.shared for entry in parity.transfer(path, model, copy=False).plan)
     before = snapshot(target)
-    with (tmp_path / "a.safetensors").open("r+b") as file:
-        file.seek(-4096 * 4, 2)
-        file.write(b"\xff" * 4096 * 4)
-    assert {path: bits(torch.from_dlpack(getattr(target, path)[...])) for path in before} == before
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert {name: bits(torch.from_dlpack(getattr(target, name)[...])) for name in before} == before
+    assert snapshot(ours) == snapshot(source)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+def test_pages_that_were_given_back_are_read_again(tmp_path, monkeypatch):
+    source = {f"p{i}": torch.full((2048,), float(i)) for i in range(9)}
+    torch.save(source, tmp_path / "a.pt")
+    monkeypatch.setattr("parity.frameworks.torch.files.MAPPED", 10_000)
+    mine = torch.load(tmp_path / "a.pt", mmap=True)
+    mine["p3"].fill_(-1)
+    done = parity.transfer(tmp_path / "a.pt", {k: torch.zeros(2048) for k in source}, verify=True)
+    assert snapshot(done.value) == snapshot(source)
+    # Another reader of the same file keeps what it wrote into its own pages.
+    assert set(mine["p3"].tolist()) == {-1.0}
 
 
 def test_a_rename_may_be_a_file(tmp_path):

@@ -257,15 +257,17 @@ print(peak - before)
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """96 MiB in twelve arrays of 8 MiB, 2048 x 1024 transposed on the way to Flax."""
-    path = tmp_path_factory.mktemp("large") / "a.safetensors"
-    parity.transfer({f"p{i}.weight": torch.full((1024, 2048), float(i)) for i in range(12)}, path)
-    return path
+    folder = tmp_path_factory.mktemp("large")
+    for end in (".safetensors", ".pt"):
+        parity.transfer({f"p{i}.weight": torch.full((1024, 2048), float(i)) for i in range(12)}, folder / f"a{end}")
+    return folder
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
+@pytest.mark.parametrize("source", ["a.safetensors", "a.pt"])
 @pytest.mark.parametrize("kind", ["b.safetensors", "b.pt", "nnx"])
-def test_memory_is_the_output_and_little_more(kind, large, tmp_path):
-    extra = float(run(MEASURE, str(large), kind if kind == "nnx" else str(tmp_path / kind)).stdout)
+def test_memory_is_the_output_and_little_more(source, kind, large, tmp_path):
+    extra = float(run(MEASURE, str(large / source), kind if kind == "nnx" else str(tmp_path / kind)).stdout)
     output = 96 if kind == "nnx" else 0
     # Two of the largest arrays, and what a process takes at its first call of jax.
     room = 2 * 8 + 8
