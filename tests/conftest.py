@@ -13,8 +13,13 @@ if early:
     raise RuntimeError(f"{', '.join(early)} imported before tests/conftest.py could turn shape checking on")
 install_import_hook(list(WINGS), "beartype.beartype")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 from helpers import SEED  # noqa: E402
+
+# No test is timed: a busy machine is no fault. With the default seed the examples are the same on every machine.
+hypothesis.settings.register_profile("parity", deadline=None, derandomize=SEED == 0, print_blob=True)
+hypothesis.settings.load_profile("parity")
 
 
 def pytest_report_header() -> str:

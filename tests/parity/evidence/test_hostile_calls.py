@@ -222,3 +222,22 @@ def test_compare_inside_jit_is_refused():
 
     with pytest.raises(parity.InputError, match=r"this runs inside jax.jit, where arrays hold no numbers; call it outside"):
         step(1.0)
+
+
+class TorchRecurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class FlaxConstant(nnx.Module):
+    def __call__(self, x):
+        return jnp.zeros((*x.shape[:-1], 4), x.dtype)
+
+
+def test_a_layer_with_other_kernels_for_gradients_is_not_called_random():
+    report = parity.compare(TorchRecurrent().eval(), FlaxConstant(), normal(2, 5, 3), modes="compiled")
+    assert report.level("identical").status == "failed"
