@@ -31,6 +31,7 @@ def transfer_text(transfer: "Transfer") -> str:
     lines += [f"  one array: {', '.join(names)}" for names in transfer.ties]
     lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
     lines += [f"  setting: {sentence}" for sentence in transfer.settings]
+    lines += [f"  {sentence}" for sentence in transfer.alone]
     by_name = sum(entry.decided_by == "name" for entry in transfer.plan)
     if by_name:
         lines.append(f"  {by_name} layouts were decided by name, no layer type being known")

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from parity.errors import InputError, TransferError, listed
+from parity.weights.layouts import Layout
+from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair, Pairing, pair
 
 
@@ -50,6 +52,8 @@ class Transfer:
         ties: groups of source names that are one array.
         lost_ties: ties that only one side has; one sentence each.
         settings: settings of layers that do not agree, such as an epsilon; one sentence each.
+        alone: arrays that have no counterpart by their nature, such as torch's count of batches, and
+            what differs although weights and settings agree; one sentence each.
     """
 
     value: Any
@@ -59,6 +63,7 @@ class Transfer:
     ties: tuple[tuple[str, ...], ...] = ()
     lost_ties: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -117,7 +122,7 @@ def transfer(
     dtypes = {p.target.path: wanted_dtype(p, cast) for p in pairing.pairs}
     problems = pairing.problems + dtype_problems(pairing, cast)
     problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
-    problems += tuple(pairing.target.refusals(target, dtypes))
+    problems += tuple(pairing.target.refusals(target, {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}))
     if not pairing.pairs and not problems:
         problems = ("neither side has parameters that could travel",)
     if problems:
@@ -126,7 +131,9 @@ def transfer(
     lost = [overflow(p, arrays[p.target.path]) for p in pairing.pairs if dtypes[p.target.path] != p.source.dtype]
     if any(lost):
         raise TransferError(listed("transfer refused, nothing was written", [s for s in lost if s]), [s for s in lost if s])
-    value, done = pairing.target.fill(target, arrays)
+    zeros = {leaf.path: np.zeros(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in pairing.zeros}
+    whole = gathered([(p.target, arrays[p.target.path]) for p in pairing.pairs]) | zeros
+    value, done = pairing.target.fill(target, whole)
     return Transfer(
         value,
         tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
@@ -135,6 +142,7 @@ def transfer(
         pairing.ties,
         pairing.lost_ties,
         pairing.settings,
+        pairing.alone,
     )
 
 
@@ -179,7 +187,9 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 def travelled(p: Pair, dtype: str, copy: bool) -> Any:
     """The array as it arrives: a view in NumPy, or a sharing object where that is asked for and possible."""
-    if not copy and dtype == p.source.dtype == p.target.dtype:
+    whole = not (p.source.part or p.target.part) and isinstance(p.layout, Layout)
+    if not copy and whole and dtype == p.source.dtype == p.target.dtype:
+        assert isinstance(p.layout, Layout)
         return p.source.share(p.layout.permutation(len(p.source.shape)))
     array = p.layout.apply(p.source.read())
     with np.errstate(over="ignore", invalid="ignore"):
