@@ -10,6 +10,9 @@ from typing import Literal
 
 from parity.weights.layouts import (
     AS_IS,
+    HEADS_BIAS,
+    HEADS_IN,
+    HEADS_OUT,
     ONE_NUMBER,
     TRANSPOSED,
     Family,
@@ -21,8 +24,10 @@ from parity.weights.settings import (
     Agree,
     Check,
     Require,
+    attention_dropout_agrees,
     dilations_agree,
     momentum_agrees,
+    one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
     strides_agree,
@@ -204,6 +209,8 @@ def instance_norm(ndim: int) -> Rule:
     )
 
 
+PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
+
 RULES: list[Rule] = [
     Rule(
         "torch.nn.Linear",
@@ -264,6 +271,33 @@ RULES: list[Rule] = [
         ),
     ),
     Rule("torch.nn.PReLU", "flax.nnx.PReLU", (LeafRule("weight", "negative_slope", ONE_NUMBER),)),
+    Rule(
+        "torch.nn.MultiheadAttention",
+        "flax.nnx.MultiHeadAttention",
+        (
+            # torch keeps the three projections in one array where all widths are the same, and apart where not.
+            *(LeafRule(f"in_proj_weight[{one}]", f"{name}.kernel", HEADS_OUT) for one, name in PROJECTIONS),
+            *(LeafRule(f"{one}_proj_weight", f"{name}.kernel", HEADS_OUT) for one, name in PROJECTIONS),
+            *(LeafRule(f"in_proj_bias[{one}]", f"{name}.bias", HEADS_BIAS) for one, name in PROJECTIONS),
+            LeafRule("out_proj.weight", "out.kernel", HEADS_IN),
+            LeafRule("out_proj.bias", "out.bias"),
+        ),
+        (
+            Agree("num_heads", "num_heads"),
+            Agree("num_heads", "num_kv_heads"),
+            Check("kdim=vdim", one_width_for_keys_and_values, refuse=True),
+            Require("torch", "add_zero_attn", False, "nnx.MultiHeadAttention adds no key of zeros", refuse=True),
+            Require(
+                "torch", "batch_first", True, "nnx.MultiHeadAttention takes (batch, length, width); swap the first two axes"
+            ),
+            Require("flax", "normalize_qk", False, "torch does not normalise queries and keys"),
+            Check("dropout, dropout_rate, broadcast_dropout", attention_dropout_agrees),
+        ),
+        tuple(
+            Alone(name, "nnx.MultiHeadAttention adds no learned key and value; append them in a module of your own", "refused")
+            for name in ("bias_k", "bias_v")
+        ),
+    ),
 ]
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.

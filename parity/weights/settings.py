@@ -234,6 +234,16 @@ def momentum_agrees(torch: Settings, flax: Settings) -> list[str]:
     return [told("momentum", given, "momentum", got, round(1 - given, 12))]
 
 
+def one_width_for_keys_and_values(torch: Settings, flax: Settings) -> list[str]:
+    """Whether keys and values come in one width, as Flax wants them."""
+    if torch("kdim") == torch("vdim"):
+        return []
+    return [
+        f"kdim={torch('kdim')} and vdim={torch('vdim')} in torch, but nnx.MultiHeadAttention has one in_kv_features for both; "
+        "write a module with four nnx.LinearGeneral of your own"
+    ]
+
+
 def attention_dropout_agrees(torch: Settings, flax: Settings) -> list[str]:
     """Whether attention weights are dropped alike."""
     found = Agree("dropout", "dropout_rate").problems(torch, flax)

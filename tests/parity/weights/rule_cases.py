@@ -1,7 +1,7 @@
 """Random configurations of the leaf layers of torch.nn and of their Flax counterparts, written out by hand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,16 +16,18 @@ import parity
 torch.set_num_threads(1)
 
 PICK = Callable[..., Any]
+Built = tuple[nn.Module, nnx.Module, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of layers: `build` draws a configuration and gives both layers and the shape of an input."""
+    """A pair of layers: `build` draws a configuration and gives both layers and the shapes of the inputs."""
 
     rule: str
-    build: Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, ...]]]
+    build: Callable[[PICK], Built]
     configurations: int = 3
     channels: int | None = 1
+    wrap: tuple[Any, Any] = field(default_factory=lambda: (TorchLayer, FlaxLayer))
 
     @property
     def id(self) -> str:
@@ -79,12 +81,14 @@ def evaluated(layer: nnx.Module) -> nnx.Module:
     return layer
 
 
-def pair_of(case: Case, number: int) -> tuple[nn.Module, nnx.Module, torch.Tensor]:
-    """The pair in a configuration of its own, torch's side random, and an input."""
+def pair_of(case: Case, number: int) -> tuple[nn.Module, nnx.Module, tuple[torch.Tensor, ...]]:
+    """The pair in a configuration of its own, torch's side random, and inputs."""
     torch_layer, flax_layer, shape = case.build(picker(case.rule, number))
-    source = randomised(TorchLayer(torch_layer), case.rule, number)
-    x = torch.from_numpy(random("rule input", case.rule, number).standard_normal(shape).astype(np.float32))
-    return source, evaluated(FlaxLayer(flax_layer, case.channels)), x
+    source = randomised(case.wrap[0](torch_layer), case.rule, number)
+    rng = random("rule input", case.rule, number)
+    shapes: Any = shape if isinstance(shape[0], tuple) else (shape,)
+    x = tuple(torch.from_numpy(rng.standard_normal(one).astype(np.float32)) for one in shapes)
+    return source, evaluated(case.wrap[1](flax_layer, case.channels)), x
 
 
 def levels(report: parity.Report) -> dict[str, str]:
@@ -108,8 +112,8 @@ def gap(torch_layer: nn.Module, flax_layer: Any, x: torch.Tensor, channels: int 
 SPACE = {1: (9,), 2: (8, 7), 3: (6, 5, 4)}
 
 
-def conv(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, ...]]]:
-    def build(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def conv(ndim: int) -> Callable[[PICK], Built]:
+    def build(pick: PICK) -> Built:
         groups, bias, stride, dilation = pick(1, 2), pick(True, False), pick(1, 2), pick(1, 2)
         kernel, mode = tuple(pick(1, 2, 3) for _ in range(ndim)), pick("zeros", "zeros", "circular", "reflect")
         padding: Any = tuple(pick(0, 1, 2) for _ in range(ndim))
@@ -130,8 +134,8 @@ def conv(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, 
     return build
 
 
-def conv_transpose(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, ...]]]:
-    def build(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def conv_transpose(ndim: int) -> Callable[[PICK], Built]:
+    def build(pick: PICK) -> Built:
         kernel, stride, dilation = tuple(pick(1, 2, 3) for _ in range(ndim)), pick(2, 3), pick(1, 2)
         padding, extra = tuple(pick(0, 1) for _ in range(ndim)), pick(0, 1)
         outputs, bias = pick(4, 5), pick(True, False)
@@ -156,8 +160,8 @@ EPSILONS = (1e-5, 1e-3, 0.5)
 IMAGE = {1: (5,), 2: (4, 3), 3: (3, 2, 2)}
 
 
-def batch_norm(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, ...]]]:
-    def build(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def batch_norm(ndim: int) -> Callable[[PICK], Built]:
+    def build(pick: PICK) -> Built:
         eps, momentum, affine = pick(*EPSILONS), pick(0.1, 0.01, 0.3), pick(True, False)
         torch_layer = getattr(nn, f"BatchNorm{ndim}d")(6, eps, momentum, affine)
         flax_layer = nnx.BatchNorm(
@@ -168,8 +172,8 @@ def batch_norm(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple
     return build
 
 
-def instance_norm(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tuple[int, ...]]]:
-    def build(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def instance_norm(ndim: int) -> Callable[[PICK], Built]:
+    def build(pick: PICK) -> Built:
         eps, affine = pick(*EPSILONS), pick(True, False)
         torch_layer = getattr(nn, f"InstanceNorm{ndim}d")(6, eps, affine=affine)
         flax_layer = nnx.InstanceNorm(6, epsilon=eps, use_bias=affine, use_scale=affine, use_fast_variance=False, rngs=rngs())
@@ -178,7 +182,7 @@ def instance_norm(ndim: int) -> Callable[[PICK], tuple[nn.Module, nnx.Module, tu
     return build
 
 
-def group_norm(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def group_norm(pick: PICK) -> Built:
     eps, groups, affine = pick(*EPSILONS), pick(1, 2, 3, 6), pick(True, False)
     flax_layer = nnx.GroupNorm(
         *(6, groups), epsilon=eps, use_bias=affine, use_scale=affine, use_fast_variance=False, rngs=rngs()
@@ -186,15 +190,37 @@ def group_norm(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
     return nn.GroupNorm(groups, 6, eps, affine), flax_layer, (3, 6, *pick(*IMAGE.values()))
 
 
-def rms_norm(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def rms_norm(pick: PICK) -> Built:
     eps, affine = pick(None, *EPSILONS), pick(True, True, False)
     flax_layer = nnx.RMSNorm(6, epsilon=eps or 2.0**-23, use_scale=affine, rngs=rngs())
     return nn.RMSNorm(6, eps, affine), flax_layer, (3, 5, 6)
 
 
-def prelu(pick: PICK) -> tuple[nn.Module, nnx.Module, tuple[int, ...]]:
+def prelu(pick: PICK) -> Built:
     count = pick(1, 4)
     return nn.PReLU(count), nnx.PReLU(0.0 if count == 1 else jnp.zeros(count)), (3, 4, 5)
+
+
+# ---------------------------------------------------------------- attention
+
+
+class TorchAttention(TorchLayer):
+    """Outputs alone: Flax returns no attention weights."""
+
+    def forward(self, *x: Any) -> Any:
+        return self.layer(*x, need_weights=False)[0]
+
+
+class FlaxAttention(FlaxLayer):
+    def __call__(self, *x: Any) -> Any:
+        return self.layer(*x, decode=False)
+
+
+def attention(pick: PICK) -> Built:
+    heads, bias, kdim = pick(1, 2, 4), pick(True, True, False), pick(None, 6)
+    torch_layer = nn.MultiheadAttention(8, heads, bias=bias, kdim=kdim, vdim=kdim, batch_first=True)
+    flax_layer = nnx.MultiHeadAttention(heads, 8, in_kv_features=kdim, use_bias=bias, rngs=rngs())
+    return torch_layer, flax_layer, ((2, 5, 8), (2, 7, kdim or 8), (2, 7, kdim or 8))
 
 
 CASES = [
@@ -205,4 +231,5 @@ CASES = [
     Case("torch.nn.GroupNorm", group_norm),
     Case("torch.nn.RMSNorm", rms_norm, 4, channels=None),
     Case("torch.nn.PReLU", prelu),
+    Case("torch.nn.MultiheadAttention", attention, 4, wrap=(TorchAttention, FlaxAttention)),
 ]

@@ -19,7 +19,7 @@ def test_a_layer_computes_the_same_after_transfer_and_travels_back_bit_for_bit(c
     done = parity.transfer(source, target)
     assert done.passed, done.settings
     assert {entry.decided_by for entry in done.plan if entry.source != "mark"} <= {"rule"}
-    agree(source, target, x)
+    agree(source, target, *x)
     back = pair_of(case, number)[0]
     randomised(back, "another")
     assert {p for p in before if snapshot(back)[p] == before[p]} <= {p for p in before if p.endswith("num_batches_tracked")}
@@ -31,7 +31,7 @@ def test_a_layer_computes_the_same_after_transfer_and_travels_back_bit_for_bit(c
 def test_gradients_agree_too(case: Case):
     source, target, x = pair_of(case, 0)
     parity.transfer(source, target)
-    agree(source, target, x, chosen=("gradients",))
+    agree(source, target, *x, chosen=("gradients",))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
