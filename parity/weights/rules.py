@@ -93,6 +93,22 @@ class Rule:
     alone: tuple[Alone, ...] = ()
     note: str = ""
 
+    def to_dict(self) -> dict[str, object]:
+        """The row for machines."""
+        arrays = [
+            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when} for leaf in self.leaves
+        ]
+        alone = [{"torch": one.torch, "fate": one.fate, "because": one.because} for one in self.alone]
+        settings = [str(one) for one in self.settings]
+        return {
+            "torch": self.torch,
+            "flax": self.flax,
+            "arrays": arrays,
+            "alone": alone,
+            "settings": settings,
+            "note": self.note,
+        }
+
     def entries(self, name: str, side: Side) -> list[LeafRule]:
         """The entries for an array, by its name on one side."""
         return [leaf for leaf in self.leaves if getattr(leaf, side) == name]

@@ -23,6 +23,9 @@ class Agree:
     flax: str
     convert: Callable[[Any], Any] | None = None
 
+    def __str__(self) -> str:
+        return self.torch if self.torch == self.flax else f"{self.torch}, {self.flax}"
+
     def problems(self, torch: Settings, flax: Settings) -> list[str]:
         """The disagreement in one sentence, if there is one."""
         given, got = torch(self.torch), flax(self.flax)
@@ -48,6 +51,9 @@ class Require:
     because: str
     refuse: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.side}: {self.setting}={self.equals!r}"
+
     def problems(self, torch: Settings, flax: Settings) -> list[str]:
         """The disagreement in one sentence, if there is one."""
         got = (torch if self.side == "torch" else flax)(self.setting)
@@ -70,6 +76,9 @@ class Check:
     about: str
     ask: Callable[[Settings, Settings], Iterable[str]]
     refuse: bool = False
+
+    def __str__(self) -> str:
+        return self.about
 
     def problems(self, torch: Settings, flax: Settings) -> list[str]:
         """The disagreements, one sentence each."""
