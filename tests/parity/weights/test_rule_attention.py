@@ -156,7 +156,7 @@ def test_a_shared_copy_falls_back_to_copies():
             dict(),
             "layer.bias_k has no counterpart: nnx.MultiHeadAttention adds no learned key and value",
         ),
-        (dict(add_zero_attn=True), dict(), "add_zero_attn=True on the torch side, wanted False"),
+        (dict(add_zero_attn=True), dict(), "add_zero_attn=True in torch, wanted False"),
         (
             dict(kdim=6, vdim=4),
             dict(in_kv_features=6),
@@ -198,7 +198,7 @@ def test_a_layer_that_takes_the_batch_second_is_told():
     source = randomised(TorchAttention(nn.MultiheadAttention(8, 2)), "attention")
     told = parity.transfer(source, flax_attention()).settings
     assert len(told) == 1
-    assert "batch_first=False on the torch side, wanted True: nnx.MultiHeadAttention takes (batch, length, width)" in told[0]
+    assert "batch_first=False in torch, wanted True: nnx.MultiHeadAttention takes (batch, length, width)" in told[0]
     assert outputs(source, flax_attention()) > 0.5
 
 
