@@ -362,7 +362,7 @@ def gradients(subject: Subject) -> LevelResult:
 
 def unpaired_gradients(subject: Subject) -> list[str]:
     """Torch parameters whose gradients are not compared although nobody asked to leave them out."""
-    known = {p.source.array_path for p in subject.pairing.pairs} | set(subject.pairing.ignored)
+    known = {p.source.array_path for p in subject.pairing.pairs} | {*subject.pairing.ignored, *subject.pairing.aside}
     # A further name of a tied parameter that is paired under another name is compared with it.
     known |= {name for group in subject.pairing.ties if known & set(group) for name in group}
     return [path for path in subject.torch_wide.gradients if not path.startswith("input ") and path not in known]

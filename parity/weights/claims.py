@@ -146,6 +146,7 @@ class Apart:
         targets: likewise.
         alone: what has no counterpart by its nature; one sentence each.
         zeros: leaves of the target that get zeros.
+        aside: paths of what was left out, or stays as it is.
         problems: what has no counterpart and may not be left out; one sentence each.
     """
 
@@ -154,6 +155,7 @@ class Apart:
     alone: list[str] = field(default_factory=list)
     zeros: list[Leaf] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)
 
 
 def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Apart:
@@ -222,9 +224,11 @@ def set_aside(leaf: Leaf, alone: Alone, apart: Apart, *, filled: bool) -> None:
     if alone.fate == "refused" or (alone.fate == "zero" and not filled and holds_values(leaf)):
         apart.problems.append(f"{leaf.path} has no counterpart: {alone.because}")
     elif alone.fate == "zero":
+        apart.aside.append(leaf.path)
         apart.zeros += [leaf] if filled else []
         apart.alone.append(f"{leaf.path} {'is filled with zeros' if filled else 'is all 0 and left out'}: {alone.because}")
     else:
+        apart.aside.append(leaf.path)
         apart.alone.append(f"{leaf.path} {'stays as it is' if filled else 'is left out'}: {alone.because}")
 
 

@@ -46,6 +46,7 @@ class Pairing:
         renames: from names of the source to names of the target.
         alone: what has no counterpart by its nature, or is not the same although weights and
             settings are; one sentence each.
+        aside: paths of torch arrays that are left out, or stay as they are, by their nature.
         zeros: leaves of the target that get zeros, because what they hold has no name in the source.
     """
 
@@ -61,6 +62,7 @@ class Pairing:
     renames: Rename = field(default_factory=lambda: Rename(None))
     alone: tuple[str, ...] = ()
     zeros: tuple[Leaf, ...] = ()
+    aside: tuple[str, ...] = ()
 
 
 def pair(
@@ -142,6 +144,7 @@ def pair(
         renames,
         tuple(apart.alone + told.notes),
         tuple(apart.zeros),
+        tuple(apart.aside),
     )
 
 

@@ -25,11 +25,13 @@ from parity.weights.settings import (
     Check,
     Require,
     attention_dropout_agrees,
+    cell_agrees,
     dilations_agree,
     momentum_agrees,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
+    sequence_agrees,
     strides_agree,
     transposed_padding_agrees,
 )
@@ -225,6 +227,63 @@ def instance_norm(ndim: int) -> Rule:
     )
 
 
+def gated(torch: str, flax: str, end: str, cell: str, *, dense_bias: str = "", split: str = "") -> Rule:
+    """The row of a recurrent cell, or of a layer that runs one over a sequence.
+
+    Args:
+        torch: the torch class.
+        flax: the Flax class.
+        end: what torch puts behind the names of its arrays.
+        cell: where the cell stands in the Flax layer.
+        dense_bias: which of the two dense layers has the bias, if the gates are in one array in Flax too.
+        split: names of the gates, if Flax has a dense layer for each.
+    """
+    leaves: list[LeafRule] = []
+    if dense_bias:
+        leaves += [
+            LeafRule(f"weight_ih{end}", f"{cell}dense_i.kernel", TRANSPOSED),
+            LeafRule(f"weight_hh{end}", f"{cell}dense_h.kernel", TRANSPOSED),
+            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias"),
+        ]
+    for side in "ih" if split else "":
+        # `if` is a word of Python, so Flax calls that layer `if_`.
+        names = {gate: {"if": "if_"}.get(f"{side}{gate}", f"{side}{gate}") for gate in split}
+        leaves += [LeafRule(f"weight_{side}h{end}[{g}]", f"{cell}{names[g]}.kernel", TRANSPOSED) for g in split]
+    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias") for gate in split]
+    return Rule(
+        f"torch.nn.{torch}", f"flax.nnx.{flax}", tuple(leaves), recurrent_settings(torch, cell), (second_bias(torch, end),)
+    )
+
+
+def recurrent_settings(torch: str, cell: str) -> tuple[Agree | Require | Check, ...]:
+    """What must agree between recurrent layers; more where a layer runs over a sequence."""
+    found: tuple[Agree | Require | Check, ...] = (
+        Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),
+    )
+    if not cell:
+        return found
+    instead = "use one nnx.RNN for each layer and direction, and transfer them by names of your own"
+    return (
+        *found,
+        Check("batch_first, time_major; reverse=False", sequence_agrees),
+        Require("torch", "num_layers", 1, f"nnx.RNN runs one layer; {instead}", refuse=True),
+        Require("torch", "bidirectional", False, f"nnx.RNN runs one way; {instead}", refuse=True),
+        *((Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True),) if torch == "LSTM" else ()),
+    )
+
+
+def second_bias(torch: str, end: str) -> Alone:
+    """Torch adds two biases where Flax has one: exact only if the second is 0, for their sum would be rounded."""
+    fold = f"with torch.no_grad(): layer.bias_ih{end}.add_(layer.bias_hh{end}); layer.bias_hh{end}.zero_()"
+    if torch.startswith("GRU"):
+        why = "nnx.GRUCell has no bias inside the reset gate (b_hn), which would be lost and cannot be folded into another"
+        how = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        cell = "where b_hn is not 0, write a cell of your own"
+        return Alone(f"bias_hh{end}", f"{why}; {how}; {cell}; in training torch moves both biases", "zero")
+    why = f"Flax has one bias, and the rounded sum of two would be another function; fold them in torch first ({fold})"
+    return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
+
+
 PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
 
 RULES: list[Rule] = [
@@ -314,6 +373,16 @@ RULES: list[Rule] = [
             for name in ("bias_k", "bias_v")
         ),
     ),
+]
+
+RULES += [
+    gated("GRUCell", "GRUCell", "", "", dense_bias="dense_i"),
+    gated("LSTMCell", "LSTMCell", "", "", split="ifgo"),
+    gated("LSTMCell", "OptimizedLSTMCell", "", "", dense_bias="dense_h"),
+    gated("RNNCell", "SimpleCell", "", "", dense_bias="dense_i"),
+    gated("GRU", "RNN", "_l0", "cell.", dense_bias="dense_i"),
+    gated("LSTM", "RNN", "_l0", "cell.", dense_bias="dense_h", split="ifgo"),
+    gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
 ]
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.

@@ -259,3 +259,39 @@ def attention_dropout_agrees(torch: Settings, flax: Settings) -> list[str]:
     if torch("dropout") and flax("broadcast_dropout"):
         found.append("broadcast_dropout=True in Flax draws one mask for the whole batch; set broadcast_dropout=False")
     return found
+
+
+# ---------------------------------------------------------------- recurrence
+
+
+def cell_agrees(torch_name: str, cell: str) -> Callable[[Settings, Settings], list[str]]:
+    """The check of a cell's functions, for a cell that stands by itself or inside the layer that runs it."""
+    kinds = {"GRU": ("GRUCell",), "LSTM": ("LSTMCell", "OptimizedLSTMCell"), "RNN": ("SimpleCell",)}
+    wanted_kinds = kinds[torch_name.removesuffix("Cell")]
+
+    def check(torch: Settings, flax: Settings) -> list[str]:
+        inner = flax(cell.rstrip(".")) if cell else None
+
+        def read(name: str) -> Any:
+            return getattr(inner, name, None) if cell else flax(name)
+
+        if cell and type(inner).__name__ not in wanted_kinds:
+            return [f"cell is a {type(inner).__name__} in Flax; torch.nn.{torch_name} needs {' or '.join(wanted_kinds)}"]
+        activation = torch("nonlinearity") or "tanh"
+        wanted = {"activation_fn": activation} | ({} if wanted_kinds == ("SimpleCell",) else {"gate_fn": "sigmoid"})
+        found = [
+            f"{name} is {getattr(read(name), '__name__', read(name))} in Flax, {function} in torch; set {name}={function}"
+            for name, function in wanted.items()
+            if getattr(read(name), "__name__", "") != function
+        ]
+        return found + (["residual=True in Flax adds the state once more; set residual=False"] if read("residual") else [])
+
+    return check
+
+
+def sequence_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both run over the same axis, forwards."""
+    found = []
+    if bool(torch("batch_first")) is bool(flax("time_major")):
+        found.append(told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first")))
+    return found + (["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else [])

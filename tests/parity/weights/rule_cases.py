@@ -72,6 +72,7 @@ def randomised(module: nn.Module, *name: Any) -> nn.Module:
     with torch.no_grad():
         for path, tensor in module.state_dict(keep_vars=True).items():
             value = torch.from_numpy(np.asarray(rng.standard_normal(tuple(tensor.shape))))
+            value = torch.zeros_like(value) if "bias_hh" in path else value
             tensor.copy_(torch.tensor(7) if not tensor.is_floating_point() else value.abs() + 0.5 if "var" in path else value)
     return module.eval()
 
@@ -223,6 +224,54 @@ def attention(pick: PICK) -> Built:
     return torch_layer, flax_layer, ((2, 5, 8), (2, 7, kdim or 8), (2, 7, kdim or 8))
 
 
+# ---------------------------------------------------------------- recurrence
+
+
+class TorchState(TorchLayer):
+    """Everything that a cell or a layer returns, in one list: outputs, then the state."""
+
+    def forward(self, x: Any, *state: Any) -> Any:
+        found = self.layer(x, state if len(state) > 1 else state[0])
+        flat = [
+            part
+            for one in (found if isinstance(found, tuple) else (found,))
+            for part in (one if isinstance(one, tuple) else (one,))
+        ]
+        # A layer has an axis for its number of layers.
+        return [part[0] if i and isinstance(self.layer, nn.RNNBase) else part for i, part in enumerate(flat)]
+
+
+class FlaxState(FlaxLayer):
+    def __call__(self, x: Any, *state: Any) -> Any:
+        layer = isinstance(self.layer, nnx.RNN)
+        state = tuple(one[0] for one in state) if layer else state
+        # torch has h and c, Flax c and h.
+        carry = state[::-1] if len(state) > 1 else state[0]
+        new, y = self.layer(x, initial_carry=carry, return_carry=True) if layer else self.layer(carry, x)
+        return ([y] if layer else []) + (list(new[::-1]) if isinstance(new, tuple) else [new])
+
+
+STATES = (TorchState, FlaxState)
+CELLS = {"GRU": (nnx.GRUCell,), "LSTM": (nnx.LSTMCell, nnx.OptimizedLSTMCell), "RNN": (nnx.SimpleCell,)}
+
+
+def recurrent(name: str, layer: bool) -> Callable[[PICK], Built]:
+    def build(pick: PICK) -> Built:
+        activation = pick("tanh", "relu") if name == "RNN" else "tanh"
+        options: dict[str, Any] = dict(nonlinearity=activation) if name == "RNN" else {}
+        flax_options: dict[str, Any] = dict(activation_fn=nnx.relu if activation == "relu" else nnx.tanh)
+        # Unlike the other cells it is made to compute in float32 whatever its arrays are.
+        flax_options |= dict(dtype=None) if name == "RNN" else {}
+        cell = pick(*CELLS[name])(3, 4, **flax_options, rngs=rngs())
+        torch_layer = getattr(nn, name if layer else f"{name}Cell")(
+            3, 4, **options, **(dict(batch_first=True) if layer else {})
+        )
+        states = ((1, 2, 4) if layer else (2, 4),) * (2 if name == "LSTM" else 1)
+        return torch_layer, nnx.RNN(cell, rngs=False) if layer else cell, ((2, 5, 3) if layer else (2, 3), *states)
+
+    return build
+
+
 CASES = [
     *(Case(f"torch.nn.Conv{n}d", conv(n)) for n in (1, 2, 3)),
     *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n)) for n in (1, 2, 3)),
@@ -231,5 +280,7 @@ CASES = [
     Case("torch.nn.GroupNorm", group_norm),
     Case("torch.nn.RMSNorm", rms_norm, 4, channels=None),
     Case("torch.nn.PReLU", prelu),
+    *(Case(f"torch.nn.{n}Cell", recurrent(n, False), 2 + (n == "LSTM"), wrap=STATES) for n in CELLS),
+    *(Case(f"torch.nn.{n}", recurrent(n, True), 2, wrap=STATES) for n in CELLS),
     Case("torch.nn.MultiheadAttention", attention, 4, wrap=(TorchAttention, FlaxAttention)),
 ]
