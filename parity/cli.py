@@ -1,13 +1,27 @@
 """The command line. Exit status 0: agreement. 1: divergence, or nothing proved. 2: misuse."""
 
+import importlib
+import inspect
 import json
+import operator
+import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 import parity
@@ -63,11 +77,11 @@ def check_command(
     raise typer.Exit(0 if result.passed else 1)
 
 
-def progress_bar(console: Console) -> Progress:
+def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        *(columns or (MofNCompleteColumn(),)),
         TimeElapsedColumn(),
         console=console,
         # In a log, a bar would be one line for each frame.
@@ -157,6 +171,71 @@ def summary(result: parity.SuiteResult) -> str:
     names = ("torch", "jax", "flax", "torch devices", "jax devices", "torch float32 products", "jax matmul precision")
     lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))
     return "\n".join(lines)
+
+
+@app.command("transfer")
+def transfer_command(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="a checkpoint: a file or folder")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="the checkpoint to write; its end says the kind")],
+    like: Annotated[str, typer.Option(help="whose names, shapes and dtypes: a checkpoint, or module:function")] = "",
+    plan: Annotated[bool, typer.Option("--plan", help="only show what would be done")] = False,
+    rename: Annotated[str, typer.Option(help="a JSON file from names on one side to names on the other")] = "",
+    save_rename: Annotated[str, typer.Option(help="write the names that were paired to a JSON file, to be edited")] = "",
+    ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'optimizer.*'")] = None,
+    cast: Annotated[str, typer.Option(help="round to a dtype such as bfloat16, or to the target's: target")] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what exists")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="read the result back and compare it bit for bit")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
+) -> None:
+    """Convert a checkpoint: .safetensors, shards with an index, .pt, .msgpack or Orbax, under PyTorch's or Flax's names.
+
+    Between PyTorch's names and Flax's a file alone does not tell which arrays are transposed; --like does.
+    """
+    if save_rename and Path(save_rename).exists() and not overwrite:
+        raise parity.InputError(f"{save_rename} exists; pass --overwrite to replace it, or give another name")
+    with progress_bar(Console(stderr=True), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task("opening", total=None)
+        try:
+            result = parity.transfer(
+                source,
+                target,
+                like=named(like),
+                rename=rename or None,
+                ignore=ignore or (),
+                cast=cast or None,
+                overwrite=overwrite,
+                verify=verify,
+                dry=plan,
+                progress=lambda done, total, name: bar.update(task, completed=done, total=total, description=name[-28:]),
+            )
+        except parity.TransferError as error:
+            save_names(save_rename, error.rename)
+            raise
+    save_names(save_rename, result.rename)
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def save_names(path: str, names: dict[str, str]) -> None:
+    if path and names:
+        Path(path).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+
+
+def named(like: str) -> Any:
+    """A path as it is; of `module:name` what is found there, called if it is a function or class."""
+    if ":" not in like or Path(like).exists():
+        return like or None
+    module, _, name = like.partition(":")
+    # As python -m has it: modules in the folder where the command was given.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = operator.attrgetter(name)(importlib.import_module(module))
+        return found() if inspect.isroutine(found) or inspect.isclass(found) else found
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise parity.InputError(f"--like {like} gives no model ({reason}); name a function without arguments") from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 @app.command("levels")

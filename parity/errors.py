@@ -1,6 +1,6 @@
 """What parity raises. Every message names the values seen, what was wanted, and one thing to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class ParityError(Exception):
@@ -16,11 +16,13 @@ class TransferError(InputError):
 
     Attributes:
         problems: every problem found, one sentence each.
+        rename: source and target names of the leaves that do fit, to begin a rename with.
     """
 
-    def __init__(self, message: str, problems: Sequence[str] = ()):
+    def __init__(self, message: str, problems: Sequence[str] = (), rename: Mapping[str, str] | None = None):
         super().__init__(message)
         self.problems = tuple(problems)
+        self.rename = dict(rename or {})
 
 
 class MissingFrameworkError(ParityError, ImportError):

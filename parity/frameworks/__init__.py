@@ -10,19 +10,22 @@ from parity.errors import InputError, MissingFrameworkError
 
 # The module that a room needs, and the extra that brings it.
 NEEDS = {"torch": ("torch", "torch"), "nnx": ("flax", "flax")}
+# Rooms that own no models: they only read and write files.
+FILES = {"torch.files": ("torch", "torch"), "nnx.orbax": ("orbax.checkpoint", "flax")}
 
 
 def load(room: str) -> ModuleType:
     """Import a room of this package.
 
     Args:
-        room: `torch` or `nnx`.
+        room: `torch`, `nnx`, `torch.files` or `nnx.orbax`.
 
     Raises:
         MissingFrameworkError: its framework is not installed.
     """
-    package, extra = NEEDS[room]
-    if importlib.util.find_spec(package) is None:
+    package, extra = (NEEDS | FILES)[room]
+    # The parent first: a search below a package that is missing is an error.
+    if any(importlib.util.find_spec(name) is None for name in dict.fromkeys((package.partition(".")[0], package))):
         raise MissingFrameworkError(f"{package} is not installed; install it with: pip install '.[{extra}]' in a clone")
     return importlib.import_module(f"parity.frameworks.{room}")
 
@@ -47,7 +50,8 @@ def owner_of(value: Any, role: str) -> ModuleType:
     found = owner(value)
     if found is None:
         raise InputError(
-            f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, got {describe(value)}"
+            f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, "
+            f"or the path of a checkpoint, got {describe(value)}"
         )
     return found
 

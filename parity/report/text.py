@@ -24,7 +24,8 @@ def transfer_text(transfer: "Transfer") -> str:
     width = max((len(entry.source) for entry in transfer.plan), default=0)
     for entry in transfer.plan:
         dtype = entry.dtype if entry.dtype == entry.target_dtype else f"{entry.dtype} -> {entry.target_dtype}"
-        lines.append(f"  {entry.source:<{width}} -> {entry.target}  {entry.layout}, {entry.shape} {dtype}")
+        how = f"{entry.layout} by name" if entry.decided_by == "name" and entry.layout != "as is" else entry.layout
+        lines.append(f"  {entry.source:<{width}} -> {entry.target}  {how}, {entry.shape} {dtype}, {entry.bytes:,} bytes")
     lines += [f"  left out: {path}" for path in transfer.ignored]
     if transfer.random:
         lines.append(f"  random state stays: {len(transfer.random)} arrays")
@@ -32,6 +33,8 @@ def transfer_text(transfer: "Transfer") -> str:
     lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
     lines += [f"  setting: {sentence}" for sentence in transfer.settings]
     lines += [f"  {sentence}" for sentence in transfer.alone]
+    lines += [f"  note: {sentence}" for sentence in transfer.notes]
+    lines += ["  read back: bit-equal"] if transfer.verified else []
     by_name = sum(entry.decided_by == "name" for entry in transfer.plan)
     if by_name:
         lines.append(f"  {by_name} layouts were decided by name, no layer type being known")

@@ -87,12 +87,29 @@ def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
 
 def reading(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> LeafRule | None:
     """The entry of the ledger for a pair of leaves, None if it has none."""
+    return next(iter(readings(torch_leaf, flax_leaf, flax_layers)), None)
+
+
+def undecided(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> str:
+    """Why the layout of a pair of leaves is not certain, '' if it is: a setting decides, and no layer tells it."""
+    found = [entry for entry in readings(torch_leaf, flax_leaf, flax_layers) if entry.when]
+    if len({entry.layout for entry in found}) < 2:
+        return ""
+    ways = " or ".join(f"{entry.layout.name} ({entry.when[0]}={entry.when[1]})" for entry in found if entry.when)
+    return (
+        f"{torch_leaf.path} and {flax_leaf.path}: a setting of the Flax layer decides how the array is laid out, {ways}; "
+        "give the Flax model in place of the tree or file"
+    )
+
+
+def readings(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> list[LeafRule]:
+    """The entries of the ledger for a pair of leaves, as far as settings and shapes leave a choice."""
     found = [
         entry for entry in common(torch_leaf, flax_leaf) or lent(torch_leaf, flax_leaf) if holds(entry, flax_leaf, flax_layers)
     ]
     # A class of Flax may stand for several of torch, as nnx.Conv does: the shapes tell which.
     fitting = [entry for entry in found if entry.layout.between(torch_leaf.shape, flax_leaf.shape)]
-    return next(iter(fitting or found), None)
+    return fitting or found
 
 
 def common(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:

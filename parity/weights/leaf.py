@@ -4,7 +4,18 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
+
+# Every dtype that an array may have on its way, by name.
+DTYPES: dict[str, np.dtype] = {
+    **{name: np.dtype(name) for name in ("float64", "float32", "float16", "complex64", "complex128", "bool")},
+    **{f"{sign}int{width}": np.dtype(f"{sign}int{width}") for sign in ("", "u") for width in (8, 16, 32, 64)},
+    **{
+        name: np.dtype(getattr(ml_dtypes, name))
+        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class Leaf:
         unreadable: why the array has no values that could be read; empty if it has.
         part: where it lies in the model's array, if it is only a part of that.
         claims: layers further up whose row names the array.
+        from_file: whether it is read from a file.
     """
 
     path: str
@@ -87,6 +99,7 @@ class Leaf:
     unreadable: str = ""
     part: Part | None = None
     claims: tuple[Claim, ...] = ()
+    from_file: bool = False
 
     @property
     def array_path(self) -> str:

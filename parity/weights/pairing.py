@@ -3,15 +3,18 @@
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
-from parity.weights.claims import Sides, claimed, names_in, other_names, owners, reading, set_apart, torch_names
+from parity.weights.claims import Sides, claimed, names_in, other_names, owners, reading, set_apart, torch_names, undecided
+from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import Layer, Leaf
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
 from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
+
+# A module of parity.frameworks, or a checkpoint in its place.
+Room = Any
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Pairing:
         zeros: leaves of the target that get zeros, because what they hold has no name in the source.
     """
 
-    source: ModuleType
-    target: ModuleType
+    source: Room
+    target: Room
     pairs: tuple[Pair, ...]
     problems: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -86,7 +89,7 @@ def pair(
     Raises:
         InputError: source or target is nothing that has leaves.
     """
-    rooms = owner_of(source, "source"), owner_of(target, "target")
+    rooms = room_of(source, "source"), room_of(target, "target")
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
     targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
     sides: Sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
@@ -146,6 +149,11 @@ def pair(
         tuple(apart.zeros),
         tuple(apart.aside),
     )
+
+
+def room_of(value: Any, role: str) -> Room:
+    """What knows the leaves of a model or tree: a framework's room, or the opened checkpoint itself."""
+    return value if isinstance(value, Tree) else owner_of(value, role)
 
 
 def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
@@ -208,9 +216,18 @@ def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str
         stranger = strangers(torch_leaf, flax_leaf)
         if stranger:
             return stranger
+    if entry and entry.when and (open_ := undecided(torch_leaf, flax_leaf, flax_layers)):
+        return open_
     family = entry.layout if entry else AS_IS
     if not entry and not (torch_leaf.kinds and flax_leaf.kinds) and not rows_for(torch_leaf.kinds + flax_leaf.kinds):
         family = layout_by_name(torch_leaf.name, flax_leaf.name, len(flax_leaf.shape))
+        if family is AS_IS and (torch_leaf.name, flax_leaf.name) == ("weight", "kernel") and len(flax_leaf.shape) > 1:
+            # Of a filter and of attention heads alike, and nothing shows it where all axes are of one length.
+            axes = len(flax_leaf.shape)
+            return (
+                f"{torch_leaf.path} and {flax_leaf.path}: their names alone do not tell how a kernel of {axes} axes "
+                "is laid out; give a model in place of one of the trees or files"
+            )
     layout = family.between(torch_leaf.shape, flax_leaf.shape)
     if layout is None:
         hint = ""

@@ -408,7 +408,7 @@ def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
     """The layout of a leaf of a tree, where only its names and rank are known."""
     if (torch_name, flax_name) != ("weight", "kernel"):
         return AS_IS
-    return TRANSPOSED if ndim == 2 else channels_last(ndim - 2) if 3 <= ndim <= 5 else AS_IS
+    return TRANSPOSED if ndim == 2 else AS_IS
 
 
 def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:

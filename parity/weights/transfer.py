@@ -1,13 +1,17 @@
 """Copy parameters between models and trees of both frameworks."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from parity.errors import InputError, TransferError, listed
+from parity.weights.checkpoint import Source, Target, is_path
+from parity.weights.files import count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
 from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair, Pairing, pair
@@ -45,7 +49,7 @@ class Transfer:
     """What a transfer did.
 
     Attributes:
-        value: the filled module, or the new tree.
+        value: the filled module, the new tree, or the path of the written checkpoint; None if only planned.
         plan: one entry for each pair of leaves, in the source's order.
         ignored: paths left out because the caller said so.
         random: paths of random state, which never travels.
@@ -54,6 +58,8 @@ class Transfer:
         settings: settings of layers that do not agree, such as an epsilon; one sentence each.
         alone: arrays that have no counterpart by their nature, such as torch's count of batches, and
             what differs although weights and settings agree; one sentence each.
+        notes: what was found in checkpoints, such as NaN or the key of the weights; one sentence each.
+        verified: whether the result was read back and is bit-equal to what was sent.
     """
 
     value: Any
@@ -64,6 +70,13 @@ class Transfer:
     lost_ties: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    verified: bool = False
+
+    @property
+    def rename(self) -> dict[str, str]:
+        """Each source name and its target name, to be edited and passed as `rename`."""
+        return {entry.source: entry.target for entry in self.plan}
 
     @property
     def passed(self) -> bool:
@@ -86,10 +99,15 @@ def transfer(
     source: Any,
     target: Any,
     *,
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ignore: Iterable[str] = (),
     cast: str | None = None,
     copy: bool = True,
+    like: Any = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    dry: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Transfer:
     """Copy every parameter and buffer of `source` to its counterpart in `target`, bit for bit.
 
@@ -97,43 +115,65 @@ def transfer(
     problems come in one error, and then nothing has been written.
 
     Args:
-        source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module` or an `nnx.State`. Never changed.
+        source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module`, an `nnx.State`, or the path of a
+            checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`, `.bin`, `.msgpack`, an
+            Orbax folder. Never changed; no code in a file is run.
         target: likewise. A module is filled in place; a tree only gives names, shapes and
-            dtypes, and a new one is returned in `Transfer.value`.
+            dtypes, and a new one is returned in `Transfer.value`. A checkpoint is written beside its
+            place and then put there; the end of its name says its kind (a name without one becomes a
+            folder of safetensors shards, `.orbax` an Orbax folder).
         rename: names on the torch side to names on the Flax side, of leaves or of modules; used
             in either direction of travel. `{i}` stands for a number that both sides share.
-            Between two of one framework: names of the source to names of the target.
+            Between two of one framework: names of the source to names of the target. Or the path of a
+            JSON file that holds them.
         ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
         cast: None wants equal dtypes; "target" rounds to the target's dtype, "source" gives the
             target the source's dtype, any dtype's name casts to that on arrival.
         copy: False lets both sides use the same memory where the framework can; a later write on
             one side is then seen on the other. Each entry of the plan says whether it is shared.
+        like: a model, tree or checkpoint whose names, shapes and dtypes a target path takes on. Without
+            it names stay as they are between files and models of one framework; across, the layers
+            of a model decide, and of a checkpoint only what its names make certain is converted.
+        overwrite: whether a checkpoint that exists is replaced.
+        verify: whether the result is read back and compared bit for bit; a checkpoint before it takes
+            its place.
+        dry: only plan: everything is checked, nothing is written.
+        progress: called with the bytes that were sent, all bytes, and the array's name.
 
     Returns:
         What was done, leaf by leaf.
 
     Raises:
-        InputError: source or target is neither a model nor a tree, or `cast` is no dtype.
+        InputError: source or target is neither a model nor a tree nor a checkpoint, a file is damaged
+            or cannot be written, or `cast` is no dtype.
         TransferError: leaves without counterpart or values, shapes or dtypes that do not fit.
         MissingFrameworkError: a framework that is needed is not installed.
     """
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    if isinstance(rename, str | os.PathLike):
+        rename = read_rename(Path(rename))
+    source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
+    if is_path(target):
+        target = Target(Path(target), source, like, rename, ignore, overwrite=overwrite, verify=verify)
+    elif like is not None or overwrite:
+        raise InputError("like and overwrite are for a target that is a path; a model or tree says itself what it takes")
     pairing = pair(source, target, rename=rename, ignore=ignore)
     dtypes = {p.target.path: wanted_dtype(p, cast) for p in pairing.pairs}
     problems = pairing.problems + dtype_problems(pairing, cast)
     problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
-    problems += tuple(pairing.target.refusals(target, {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}))
+    arriving = {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}
+    problems += tuple(pairing.target.refusals(target, arriving | {leaf.path: leaf.dtype for leaf in pairing.zeros}))
     if not pairing.pairs and not problems:
         problems = ("neither side has parameters that could travel",)
+    sent = Sent(pairing, dtypes, copy, progress)
+    problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
     if problems:
-        raise TransferError(listed("transfer refused, nothing was written", problems), problems)
-    arrays = {p.target.path: travelled(p, dtypes[p.target.path], copy) for p in pairing.pairs}
-    lost = [overflow(p, arrays[p.target.path]) for p in pairing.pairs if dtypes[p.target.path] != p.source.dtype]
-    if any(lost):
-        raise TransferError(listed("transfer refused, nothing was written", [s for s in lost if s]), [s for s in lost if s])
-    zeros = {leaf.path: np.zeros(leaf.shape, numpy_dtype(leaf.dtype)) for leaf in pairing.zeros}
-    whole = gathered([(p.target, arrays[p.target.path]) for p in pairing.pairs]) | zeros
-    value, done = pairing.target.fill(target, whole)
+        found = {p.source.path: p.target.path for p in pairing.pairs}
+        raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
+    value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
+    if verify and not dry and not isinstance(target, Target):
+        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
+    opened = [side for side in (source, target) if isinstance(side, Source | Target)]
     return Transfer(
         value,
         tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
@@ -143,7 +183,82 @@ def transfer(
         pairing.lost_ties,
         pairing.settings,
         pairing.alone,
+        (*(note for side in opened for note in side.notes), *sent.notes.values()),
+        verify and not dry,
     )
+
+
+class Sent(Mapping[str, Any]):
+    """The arrays as they arrive, by the path of the target's array; each is made when it is asked for.
+
+    An array that arrives in parts is put together, and one that nothing arrives for is made of zeros.
+
+    Attributes:
+        notes: what was found in arrays that came from a file, by target path.
+    """
+
+    def __init__(
+        self,
+        pairing: Pairing,
+        dtypes: Mapping[str, str],
+        copy: bool,
+        progress: Callable[[int, int, str], None] | None = None,
+    ):
+        self.dtypes, self.copy, self.progress = dtypes, copy, progress
+        self.pairs: dict[str, list[Pair]] = {}
+        for p in pairing.pairs:
+            self.pairs.setdefault(p.target.array_path, []).append(p)
+        self.zeros = {leaf.path: leaf for leaf in pairing.zeros}
+        self.asked, self.notes = dict[str, int](), dict[str, str]()
+
+    def __getitem__(self, path: str) -> Any:
+        if path in self.zeros:
+            made = np.zeros(self.zeros[path].shape, numpy_dtype(self.zeros[path].dtype))
+            self.told(path, [], path)
+            return made
+        pairs = self.pairs[path]
+        arrays = [(p.target, travelled(p, self.dtypes[p.target.path], self.copy)) for p in pairs]
+        self.told(path, [(p, array) for p, (_, array) in zip(pairs, arrays, strict=True)], pairs[0].source.path)
+        return gathered(arrays)[path]
+
+    def told(self, path: str, arrived: list[tuple[Pair, Any]], name: str) -> None:
+        """Note what is in an array that is asked for the first time, and tell of its bytes."""
+        if path in self.asked:
+            return
+        self.asked[path] = self.bytes(path)
+        for p, array in arrived:
+            if p.source.from_file and (gone := count_nan(array)):
+                note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
+                self.notes[p.target.path] = note
+        if self.progress:
+            self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
+
+    def bytes(self, path: str) -> int:
+        """The size of an array on arrival."""
+        if path in self.zeros:
+            leaf = self.zeros[path]
+            return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+        return sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs[path])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.pairs, *self.zeros])
+
+    def __len__(self) -> int:
+        return len(self.pairs) + len(self.zeros)
+
+
+def check_arrived(pairing: Pairing, value: Any, sent: Mapping[str, np.ndarray]) -> None:
+    """Read a filled model or tree back.
+
+    Raises:
+        TransferError: it does not hold what was sent.
+    """
+    found = {leaf.path: leaf for leaf in pairing.target.leaves(value)}
+    wrong = [path for path in sent if not same_bits(np.asarray(found[path].read()), sent[path])]
+    if wrong:
+        raise TransferError(
+            f"the target was read back and is not what was sent, at {', '.join(wrong[:4])}; do not use it", wrong
+        )
 
 
 def wanted_dtype(p: Pair, cast: str | None) -> str:
@@ -196,14 +311,18 @@ def travelled(p: Pair, dtype: str, copy: bool) -> Any:
         return array if dtype == p.source.dtype else array.astype(numpy_dtype(dtype))
 
 
-def overflow(p: Pair, array: np.ndarray) -> str:
+def overflow(p: Pair, dtype: str) -> str:
     """Why a cast would lose more than digits, '' if it does not."""
-    before = p.layout.apply(p.source.read())
+    if dtype == p.source.dtype:
+        return ""
+    before, array = p.layout.apply(p.source.read()), travelled(p, dtype, copy=True)
     if not is_float(p.source.dtype):
         gone = int((array != before).sum())
-        return f"{gone} values of {p.source.path} do not fit {array.dtype}" if gone else ""
-    gone = int((np.isfinite(before.astype(np.float64)) & ~np.isfinite(array.astype(np.float64))).sum())
-    return f"{gone} values of {p.source.path} overflow {array.dtype} and would become infinite or NaN" if gone else ""
+        return f"{gone} values of {p.source.path} do not fit {dtype}" if gone else ""
+    # A signalling NaN becomes a quiet one, which is nothing to warn of.
+    with np.errstate(invalid="ignore"):
+        gone = int((np.isfinite(before.astype(np.float64)) & ~np.isfinite(array.astype(np.float64))).sum())
+    return f"{gone} values of {p.source.path} overflow {dtype} and would become infinite or NaN" if gone else ""
 
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:

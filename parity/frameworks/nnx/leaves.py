@@ -179,9 +179,12 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
             for keys, leaf in nnx.to_flat_state(value)
         }
         variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
-    new = copied_arrays({p: a for p, a in arrays.items() if not isinstance(a, Shared)}, variables)
-    lent, done = shared_arrays({p: a for p, a in arrays.items() if isinstance(a, Shared)})
-    new |= lent
+    new, done = dict[str, Any](), set[str]()
+    for batch in batches(arrays):
+        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, variables)
+        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
+        new |= lent
+        done |= shared
     for path, variable in variables.items():
         if path in new and isinstance(variable, nnx.Variable):
             variable.set_value(new[path])
@@ -191,6 +194,23 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     for keys, leaf in flat.items():
         flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(str, keys)), leaf)
     return nnx.from_flat_state(flat), done
+
+
+# Bytes that jax copies in one call: enough for its threads, little beside a model.
+BATCH = 16 << 20
+
+
+def batches(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arrays that are read as they are asked for, some at a time, so that those of a file are never all in memory."""
+    batch: dict[str, Any] = {}
+    size = 0
+    for path, array in arrays.items():
+        if batch and size + getattr(array, "nbytes", 0) > BATCH:
+            yield batch
+            batch, size = {}, 0
+        batch[path] = array
+        size += getattr(array, "nbytes", 0)
+    yield batch
 
 
 def seed_abstract(variables: Mapping[str, Any]) -> None:

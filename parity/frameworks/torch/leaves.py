@@ -1,7 +1,7 @@
 """PyTorch models and state_dicts as leaves and layers, and how they are written."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -195,19 +195,14 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     Returns:
         The filled module or the new state_dict, and the paths whose memory is shared.
     """
-    shared = {path for path, array in arrays.items() if isinstance(array, Shared)}
-    tensors = {
-        path: torch.utils.dlpack.from_dlpack(a.array).permute(a.axes) if path in shared else from_numpy(a)
-        for path, a in arrays.items()
-    }
     if not is_model(value):
-        return new_state_dict(value, tensors, shared), shared
+        return new_state_dict(value, arrays)
     existing = value.state_dict(keep_vars=True)
     done: set[str] = set()
     with torch.no_grad():
-        for path, tensor in tensors.items():
+        for path, tensor, shared in as_tensors(arrays):
             target = existing[path]
-            if path in shared and target.device == tensor.device:
+            if shared and target.device == tensor.device:
                 target.data = tensor
                 done.add(path)
             elif target.dtype != tensor.dtype:
@@ -218,15 +213,26 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     return value, done
 
 
-def new_state_dict(value: Mapping[str, Tensor], tensors: Mapping[str, Tensor], shared: set[str]) -> dict[str, Tensor]:
+def as_tensors(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Path, tensor, and whether it was lent; one at a time, for those of a file are read as they are asked for."""
+    for path, array in arrays.items():
+        if isinstance(array, Shared):
+            yield path, torch.utils.dlpack.from_dlpack(array.array).permute(array.axes), True
+        else:
+            yield path, from_numpy(array), False
+
+
+def new_state_dict(value: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str]]:
     """A state_dict like `value` with new values, contiguous and on the old devices; what was tied is tied again."""
     made: dict[Hashable, Tensor] = {}
-    for path, tensor in tensors.items():
+    done: set[str] = set()
+    for path, tensor, shared in as_tensors(arrays):
         old = value[path]
         device = tensor.device if old.is_meta else old.device
         # The clone is wanted also where the device is the same: `tensor` is the source's own memory.
-        copied = tensor.clone(memory_format=torch.contiguous_format).to(device)
-        made[identity_of(old)] = tensor if path in shared else copied
+        copied = tensor if shared else tensor.clone(memory_format=torch.contiguous_format).to(device)
+        made[identity_of(old)] = copied
+        done |= {path} if shared else set()
     for tensor in value.values():
         made.setdefault(identity_of(tensor), tensor.detach().clone())
-    return {path: made[identity_of(tensor)] for path, tensor in value.items()}
+    return {path: made[identity_of(tensor)] for path, tensor in value.items()}, done

@@ -420,7 +420,6 @@ ARGUMENTS = {
     "list": ([torch.ones(2)], "got list"),
     "tensor": (torch.ones(2), "got torch.Tensor"),
     "number": (3, "got int"),
-    "path": ("model.pt", "got str"),
     "empty-dict": ({}, "got dict"),
     "checkpoint": ({"model": {"w": torch.ones(2)}, "epoch": 3}, "got a dict with 'model': "),
     "linen": ({"params": {"kernel": jnp.ones(2)}}, "got a dict with 'params': "),

@@ -203,8 +203,8 @@ def test_the_text_shows_the_plan_and_all_that_matters():
     text = str(small())
     for line in (
         "4 arrays, 120 bytes, all copied",
-        "  lin.weight  -> lin.kernel  transposed, (3, 5) float32",
-        "  norm.weight -> norm.scale  as is, (5,) float32",
+        "  lin.weight  -> lin.kernel  transposed, (3, 5) float32, 60 bytes",
+        "  norm.weight -> norm.scale  as is, (5,) float32, 20 bytes",
         "  left out: extra.weight",
         "  random state stays: 2 arrays",
         "  setting: norm: eps=1e-05 in torch, epsilon=1e-06 in Flax; set epsilon=1e-05",
@@ -240,7 +240,9 @@ def test_the_data_is_json_without_the_value():
         "decided_by": "rule",
         "shared": False,
     }
-    assert set(data) == {"plan", "ignored", "random", "ties", "lost_ties", "settings", "alone", "passed"}
+    assert set(data) == {
+        *("plan", "ignored", "random", "ties", "lost_ties", "settings", "alone", "notes", "verified", "passed")
+    }
 
 
 def test_a_result_is_frozen():

@@ -1,0 +1,281 @@
+"""Checkpoint files as source and target of a transfer: which kind, under which names, and replaced in one step."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.errors import InputError, TransferError
+from parity.frameworks import load
+from parity.weights import msgpack_file, safetensors_file
+from parity.weights.claims import claimed
+from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, remove, same_bits
+from parity.weights.leaf import DTYPES, Layer, Leaf
+from parity.weights.naming import derived, side
+from parity.weights.pairing import room_of
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of checkpoint.
+
+    Attributes:
+        name: what errors call it.
+        side: whose names it holds; None if it may be either's.
+        read: opens one.
+        write: writes one to a path; returns the further files that it made.
+        dtypes: names of the dtypes that it can hold.
+        ties: whether it can say that two names are one array.
+        metadata: whether it has a place for text of its own.
+        tree: whether its names are branches of a tree.
+    """
+
+    name: str
+    side: Side | None
+    read: Callable[[Path], Contents]
+    write: Callable[[Path, list[Slot], Mapping[str, np.ndarray], Mapping[str, str]], list[Path]]
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    ties: bool = False
+    metadata: bool = False
+    tree: bool = False
+
+
+CODES = tuple(safetensors_file.CODES)
+SAFETENSORS = Format("safetensors", None, safetensors_file.read, safetensors_file.write, CODES, ties=True, metadata=True)
+SHARDED = Format(
+    "safetensors in shards", None, safetensors_file.read_index, safetensors_file.write_index, CODES, ties=True, metadata=True
+)
+MSGPACK = Format("Flax msgpack", "flax", msgpack_file.read, msgpack_file.write, tree=True)
+TORCH = Format(
+    "torch.save",
+    "torch",
+    lambda path: load("torch.files").read(path),
+    lambda *given: load("torch.files").write(*given),
+    ties=True,
+)
+ORBAX = Format(
+    "Orbax",
+    "flax",
+    lambda path: load("nnx.orbax").read(path),
+    lambda *given: load("nnx.orbax").write(*given),
+    metadata=True,
+    tree=True,
+)
+INDEX = ".safetensors.index.json"
+SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX, ".pt": TORCH, ".pth": TORCH, ".bin": TORCH}
+KINDS = f"{', '.join(SUFFIXES)}, *{INDEX}, or a folder"
+
+
+def is_path(value: Any) -> bool:
+    """Whether a source or target is the path of a checkpoint."""
+    return isinstance(value, str | os.PathLike)
+
+
+def located(path: Path, *, source: bool) -> tuple[Format, Path]:
+    """The kind of a checkpoint, and the file that stands for it.
+
+    Raises:
+        InputError: the path says no kind, or a folder holds none or several.
+    """
+    if path.name.endswith(INDEX):
+        return SHARDED, path
+    if path.suffix in SUFFIXES and not (source and path.is_dir() and path.suffix != ".orbax"):
+        return SUFFIXES[path.suffix], path
+    if source and path.is_dir():
+        return in_folder(path)
+    if source and not path.exists():
+        raise InputError(f"{path} does not exist; check the path")
+    if path.suffix and not path.is_dir():
+        raise InputError(f"{path.name} says no kind of checkpoint by its end; known are {KINDS}")
+    return SHARDED, path / f"model{INDEX}"
+
+
+def in_folder(path: Path) -> tuple[Format, Path]:
+    """What lies in a folder: an index file, one safetensors file, or Orbax's files."""
+    found = sorted(path.glob(f"*{INDEX}"))
+    if len(found) == 1:
+        return SHARDED, found[0]
+    singles = sorted(path.glob("*.safetensors"))
+    if not found and len(singles) == 1:
+        return SAFETENSORS, singles[0]
+    # Imported only if nothing else explains the folder.
+    if not found and not singles and load("nnx.orbax").is_checkpoint(path):
+        return ORBAX, path
+    names = ", ".join(file.name for file in [*found, *singles] or sorted(path.iterdir())[:5]) or "nothing"
+    raise InputError(
+        f"{path} holds {names}; a folder must hold one *{INDEX} with its shards, one .safetensors file, "
+        "or an Orbax checkpoint: give the path of the file that is meant"
+    )
+
+
+class Source(Tree):
+    """An opened checkpoint.
+
+    Raises:
+        InputError: it is of no known kind, damaged, or would run code.
+    """
+
+    def __init__(self, path: Path):
+        self.format, self.path = located(path, source=True)
+        self.contents = self.format.read(self.path)
+        self.NAME, self.notes = self.contents.side, self.contents.notes
+
+    def leaves(self, value: Any) -> list[Leaf]:
+        """Every array, a tied one under each of its names."""
+        return list(self.contents.leaves)
+
+
+class Target(Tree):
+    """A checkpoint that is to be written.
+
+    Args:
+        path: where.
+        source: what it is written from: a model, a tree or an opened checkpoint.
+        like: a model, tree or checkpoint whose names, shapes and dtypes it takes on; None derives
+            them from the source.
+        rename: as for `transfer`.
+        ignore: as for `transfer`.
+        overwrite: whether an existing checkpoint is replaced.
+        verify: whether it is read back and compared before it takes its place.
+
+    Raises:
+        InputError: the path says no kind of checkpoint, or `like` has names that it cannot hold.
+        TransferError: without `like` the names in the file are not certain.
+    """
+
+    def __init__(
+        self, path: Path, source: Any, like: Any, rename: Any, ignore: Iterable[str], *, overwrite: bool, verify: bool
+    ):
+        self.format, self.path = located(path, source=False)
+        self.given, self.overwrite, self.verify = path, overwrite, verify
+        room = room_of(source, "source")
+        # Those of the model that gives the names: they decide as they would if it were filled itself.
+        self.known: list[Layer] = []
+        if like is None:
+            self.NAME = self.format.side or side(room)
+            self.found = derived(claimed(room.leaves(source), room.layers(source)), side(room), self.NAME, rename, ignore)
+        else:
+            other = room_of(like, "like")
+            self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role != "random state"]
+            self.known = other.layers(like)
+        if self.format.side not in (None, self.NAME):
+            wanted, got = ("PyTorch", "Flax") if self.format.side == "torch" else ("Flax", "PyTorch")
+            raise InputError(f"{self.path.name} is to hold {wanted}'s names, but like has {got}'s; give one with {wanted}'s")
+        if not self.format.ties:
+            self.found = [dataclasses.replace(leaf, identity=leaf.path) for leaf in self.found]
+        kept = source.contents.metadata if isinstance(source, Source) else {}
+        # What says whose names these are is told anew.
+        self.metadata = {k: v for k, v in kept.items() if k != "format"} if self.format.metadata else {}
+        lost = ", ".join(sorted(set(kept) - set(self.metadata) - {"format"}))
+        reason = f"metadata left out, for {self.format.name} has no place for it"
+        self.notes = (f"{self.path.name}: {reason}: {lost}",) if lost else ()
+
+    def leaves(self, value: Any) -> list[Leaf]:
+        """Every array that it is to hold."""
+        return self.found
+
+    def layers(self, value: Any) -> list[Layer]:
+        """The layers of the model whose names it takes on; none where that is no model."""
+        return self.known
+
+    def slots(self, paths: Iterable[str]) -> list[Slot]:
+        """What is to be written, given which leaves something arrives for: tied names together."""
+        arriving, groups = set(paths), dict[Any, list[Leaf]]()
+        for leaf in self.found:
+            groups.setdefault(leaf.identity, []).append(leaf)
+        found = []
+        for group in groups.values():
+            # The name for which an array arrives comes first: it is asked for by that.
+            names = sorted((leaf.path for leaf in group), key=lambda path: path not in arriving)
+            if names[0] in arriving:
+                found.append(Slot(tuple(names), group[0].shape, self.dtypes[names[0]]))
+        return found
+
+    def refusals(self, value: Any, dtypes: Mapping[str, str]) -> list[str]:
+        """Why the file cannot be written, before anything is read; one sentence each."""
+        self.dtypes = dtypes
+        place = [problem for problem in (self.occupied(), self.folder()) if problem]
+        unknown = sorted(set(dtypes.values()) - set(self.format.dtypes))
+        if unknown:
+            return [*place, f"{self.format.name} has no dtype {', '.join(unknown)}; write another kind of file, or cast"]
+        slots = self.slots(dtypes)
+        if self.format is ORBAX:
+            place += load("nnx.orbax").refusals(slots)
+        return place + (nested(name for slot in slots for name in slot.paths) if self.format.tree else []) + self.full(slots)
+
+    def occupied(self) -> str:
+        """Why what stands there is not replaced, '' if nothing does or it may be."""
+        if not self.path.exists():
+            return ""
+        if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_checkpoint(self.path)):
+            return f"{self.path} is a folder that holds no such checkpoint, and is not replaced; give another name"
+        if self.format is ORBAX and not self.path.is_dir():
+            return f"{self.path} is a file, and an Orbax checkpoint is a folder; give another name"
+        do = "pass overwrite=True (--overwrite) to replace it, or give another name"
+        return "" if self.overwrite else f"{self.path} exists; {do}"
+
+    def folder(self) -> str:
+        """Why the folder takes no new file, '' if it does."""
+        folder = self.path.parent
+        if folder == self.given and not folder.exists():
+            # A folder of shards is made on the way.
+            folder = folder.parent
+        if not folder.is_dir():
+            return f"there is no folder {folder}; make it first"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder} cannot be written into; give another one"
+
+    def full(self, slots: list[Slot]) -> list[str]:
+        """Why the disk has no room; at most one sentence."""
+        folder = self.path.parent if self.path.parent.is_dir() else self.path.parent.parent
+        needed = sum(slot.bytes for slot in slots)
+        free = shutil.disk_usage(folder).free if folder.is_dir() else needed
+        return [f"{self.path} takes {needed:,} bytes and {folder} has {free:,} left; make room there"] if needed > free else []
+
+    def fill(self, value: Any, arrays: Mapping[str, np.ndarray]) -> tuple[Path, set[str]]:
+        """Write the file beside its place, compare it if asked to, and put it there.
+
+        Raises:
+            InputError: the disk is full, or what was read back is not what was written.
+        """
+        metadata = self.metadata | ({"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {})
+        before = safetensors_file.listed_shards(self.path) if self.format is SHARDED and self.path.exists() else []
+        made = self.format is SHARDED and not self.path.parent.exists()
+        further: list[Path] = []
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            with beside(self.path) as temporary:
+                slots = self.slots(arrays)
+                further = self.format.write(temporary, slots, arrays, metadata)
+                if self.verify:
+                    compare(self.format.read(temporary), slots, arrays, self.path)
+        except BaseException:
+            for file in further:
+                remove(file)
+            if made:
+                remove(self.path.parent)
+            raise
+        for file in set(before) - set(further):
+            remove(file)
+        return self.given, set()
+
+
+def compare(written: Contents, slots: list[Slot], arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Compare what was read back with the source, bit for bit.
+
+    Raises:
+        TransferError: they differ.
+    """
+    found = {leaf.path: leaf for leaf in written.leaves}
+    wrong = [slot.paths[0] for slot in slots if not all(p in found for p in slot.paths)]
+    wrong = wrong or [slot.paths[0] for slot in slots if not same_bits(found[slot.paths[0]].read(), arrays[slot.paths[0]])]
+    if wrong:
+        raise TransferError(
+            f"{path} was read back and is not what was written, at {', '.join(wrong[:4])}; it is as it was before: "
+            "check the disk and the memory of this machine",
+            wrong,
+        )

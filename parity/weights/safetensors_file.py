@@ -1,0 +1,258 @@
+"""Safetensors, single or sharded by an index file: parsed here, so that one tensor at a time is in memory.
+
+Source:
+    https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from parity.errors import InputError, listed
+from parity.weights.files import Contents, Mapped, Slot, looks_like, make_leaf, once, put, side_of, size_of, sync
+from parity.weights.leaf import DTYPES, Leaf
+from parity.weights.paths import natural
+
+NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+    "BOOL": "bool",
+    **{f"{sign.upper()}{width}": f"{sign.replace('i', '')}int{width}" for sign in ("i", "u") for width in (8, 16, 32, 64)},
+}
+CODES = {name: code for code, name in NAMES.items()}
+# The limit of the format's own reader: more is an attack, not a header.
+LONGEST_HEADER = 100_000_000
+SHARD = 5_000_000_000
+
+
+def read(path: Path) -> Contents:
+    """Open one safetensors file.
+
+    Raises:
+        InputError: it is not one, is cut short, or its header lies.
+    """
+    found, metadata = tensors(path)
+    return contents(found, metadata, path)
+
+
+def contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Contents:
+    """The tensors with the ties that the metadata records, in natural order."""
+    # As safetensors.torch.save_model has it: the name that was left out, and the name that was kept.
+    tied = {name: kept for name, kept in metadata.items() if name not in found and kept in found and name != "format"}
+    for name, kept in tied.items():
+        leaf = found[kept]
+        found[name] = make_leaf(name, leaf.shape, leaf.dtype, leaf.identity, leaf.read)
+    side, why = side_of(found, metadata)
+    rest = {key: value for key, value in metadata.items() if key not in tied}
+    notes = (f"{path.name}: the names are {'PyTorch' if side == 'torch' else 'Flax'}'s, {why}",)
+    return Contents(tuple(found[name] for name in sorted(found, key=natural)), side, rest, notes)
+
+
+def tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """Every tensor of one file by its name, and the metadata."""
+    size = size_of(path)
+    with path.open("rb") as file:
+        header, start = parse_header(file, size, path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{path} is corrupt: its __metadata__ is no mapping from text to text; fetch or write it again")
+    problems = [problem for name, entry in header.items() if (problem := entry_problem(name, entry))]
+    problems = problems or overlaps(header, size - start)
+    if problems:
+        raise InputError(listed(f"{path} is corrupt, fetch or write it again", problems))
+    data = Mapped(path)
+
+    def reader(begin: int, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
+        return lambda: data.array(begin, shape, dtype)
+
+    found = {}
+    for name, entry in header.items():
+        shape, dtype, begin = tuple(entry["shape"]), NAMES[entry["dtype"]], start + entry["data_offsets"][0]
+        found[name] = make_leaf(name, shape, dtype, (str(path), name), reader(begin, shape, dtype))
+    return found, metadata
+
+
+def parse_header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int]:
+    """The header as JSON, and where the data begins."""
+    start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+        known = looks_like(start + file.read(32))
+        raise InputError(
+            f"{path} is no safetensors file, or is cut short: its header would be {length:,} bytes long, "
+            f"the file has {size:,}{known or '; fetch or write it again'}"
+        )
+    try:
+        header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is corrupt: its header is no valid JSON ({error}); fetch or write it again") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{path} is corrupt: its header is a {type(header).__name__}, not an object; fetch or write it again")
+    return header, 8 + length
+
+
+def entry_problem(name: str, entry: Any) -> str:
+    """What is wrong with a tensor's entry in the header, '' if nothing is."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        return f"{name} is described by {str(entry)[:60]}, not by dtype, shape and data_offsets"
+    if entry["dtype"] not in NAMES:
+        return f"{name} has dtype {entry['dtype']!r}, and only {', '.join(NAMES)} are known"
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    # bool is an int to Python.
+    if not whole or not all(type(number) is int and 0 <= number < 2**63 for number in [*shape, *offsets]):
+        return f"{name} has shape {shape} and data_offsets {offsets}, which are no sizes"
+    wanted = math.prod(shape) * DTYPES[NAMES[entry["dtype"]]].itemsize
+    if offsets[1] - offsets[0] != wanted:
+        return f"{name} takes {wanted:,} bytes by its shape and dtype, but {offsets[1] - offsets[0]:,} by its data_offsets"
+    return ""
+
+
+def overlaps(header: dict[str, Any], size: int) -> list[str]:
+    """Tensors that overlap, leave gaps, or lie outside the file; the first of them."""
+    end, last = 0, "the header"
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = entry["data_offsets"]
+        if begin != end:
+            kind = "overlaps" if begin < end else "leaves a gap after"
+            return [f"{name} {kind} {last}: it begins at byte {begin:,} of the data, which must be {end:,}"]
+        end, last = stop, name
+    if end > size:
+        return [f"{last} ends at byte {end:,}, but the file has only {size:,} bytes of data: it is cut short"]
+    return [f"{size - end:,} bytes at the end belong to no tensor"] if end < size else []
+
+
+# ---------------------------------------------------------------- several files
+
+
+def read_index(path: Path) -> Contents:
+    """Open every shard that an index file names.
+
+    Raises:
+        InputError: the index is damaged, names files that are missing or outside its folder, or disagrees with them.
+    """
+    index = parse_index(path)
+    names, files = index["weight_map"], sorted(set(index["weight_map"].values()))
+    outside = [file for file in files if not inside(file)]
+    if outside:
+        raise InputError(f"{path} names {', '.join(outside)}, outside its folder; a shard must lie beside its index")
+    missing = [file for file in files if not (path.parent / file).is_file()]
+    if missing:
+        raise InputError(f"{path} names {', '.join(missing)}, and {path.parent} has no such files; fetch them too")
+    found: dict[str, Leaf] = {}
+    metadata: dict[str, str] = {}
+    problems = []
+    for file in files:
+        shard, its_metadata = tensors(path.parent / file)
+        metadata |= its_metadata
+        strays = [name for name in shard if names.get(name) != file]
+        problems += [f"{name} is in {file}, but the index has it in {names.get(name, 'no file')}" for name in strays]
+        found |= shard
+    problems += [f"{name} is not in {file}, where the index has it" for name, file in names.items() if name not in found]
+    if problems:
+        raise InputError(listed(f"{path} and its shards disagree, fetch them again", problems))
+    given = index.get("metadata")
+    own = {k: str(v) for k, v in given.items() if k != "total_size"} if isinstance(given, dict) else {}
+    return contents(found, metadata | own, path)
+
+
+def parse_index(path: Path) -> dict[str, Any]:
+    size_of(path)
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no index file: it is no valid JSON ({error}); fetch or write it again") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise InputError(f"{path} is no index file: it has no weight_map from names to files; fetch or write it again")
+    return index
+
+
+def inside(file: str) -> bool:
+    # A link is followed: the cache of the Hugging Face hub is made of links.
+    return "\\" not in file and ":" not in file and len(PurePosixPath(file).parts) == 1 and file not in (".", "..")
+
+
+# ---------------------------------------------------------------- writing
+
+
+def ordered(slots: Iterable[Slot]) -> list[Slot]:
+    # Widest first, so that each begins at a multiple of its width.
+    return sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, natural(slot.paths[0])))
+
+
+def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
+    """Write one file, one array after the other; of tied names the first is kept and the others go into the metadata."""
+    end, header = 0, dict[str, Any]()
+    ties = {name: slot.paths[0] for slot in slots for name in slot.paths[1:]}
+    if metadata or ties:
+        header["__metadata__"] = {**metadata, **ties}
+    for slot in ordered(slots):
+        entry = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": [end, end + slot.bytes]}
+        header[slot.paths[0]] = entry
+        end += slot.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for slot in ordered(slots):
+            put(file, arrays[slot.paths[0]])
+    return []
+
+
+def shards(slots: list[Slot]) -> Iterator[list[Slot]]:
+    """The arrays in files of at most `SHARD` bytes, in natural order."""
+    group: list[Slot] = []
+    for slot in sorted(slots, key=lambda slot: natural(slot.paths[0])):
+        if group and sum(s.bytes for s in group) + slot.bytes > SHARD:
+            yield group
+            group = []
+        group.append(slot)
+    yield group
+
+
+def write_index(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
+    """Write shards beside an index file, under names that no file has yet, and return them.
+
+    Until the index stands, nothing points at them; the shards of an older index stay.
+    """
+    groups, names, written = list(shards(slots)), dict[str, str](), list[Path]()
+    stem = "model"
+    if any(path.parent.glob("model-*-of-*.safetensors")):
+        stem = f"model-{secrets.token_hex(3)}"
+    try:
+        for number, group in enumerate(groups, 1):
+            file = path.parent / f"{stem}-{number:05}-of-{len(groups):05}.safetensors"
+            written.append(file)
+            write(file, group, arrays, metadata)
+            sync(file)
+            names |= {slot.paths[0]: file.name for slot in group}
+        total = {"total_size": sum(slot.bytes for slot in slots)}
+        path.write_text(json.dumps({"metadata": total, "weight_map": names}, indent=2), encoding="utf-8")
+    except BaseException:
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise
+    return written
+
+
+def listed_shards(path: Path) -> list[Path]:
+    """The shards of an index file that is about to be replaced; none if it cannot be read."""
+    try:
+        return [path.parent / file for file in set(parse_index(path)["weight_map"].values()) if inside(file)]
+    except InputError:
+        return []
