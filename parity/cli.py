@@ -247,6 +247,27 @@ def levels_command() -> None:
     Console().print(table)
 
 
+@app.command("rules")
+def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """The ledger: each layer of torch, its counterpart in Flax, how its arrays lie there, and what must agree."""
+    found = [rule.to_dict() for rule in parity.rules()]
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console()
+    for rule in parity.rules():
+        console.print(f"{rule.torch} <-> {rule.flax}", style="bold", highlight=False, soft_wrap=True)
+        table = Table(show_header=False, box=None, padding=(0, 1, 0, 2))
+        for leaf in rule.leaves:
+            when = f", where {leaf.when[0]}={leaf.when[1]!r}" if leaf.when else ""
+            table.add_row(escape(leaf.torch), escape(leaf.flax), escape(leaf.layout.name + when))
+        for alone in rule.alone:
+            table.add_row(escape(alone.torch), "-", alone.fate)
+        console.print(table)
+        if rule.settings:
+            console.print(f"  agree: {escape('; '.join(map(str, rule.settings)))}", highlight=False, soft_wrap=True)
+
+
 @app.command("env")
 def env_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Versions, devices and what is missing."""

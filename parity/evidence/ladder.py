@@ -1,6 +1,6 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from parity.evidence.numerics import (
 )
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, arrays_of, changed
+from parity.weights.leaf import gathered
+from parity.weights.pairing import Pair
 from parity.weights.paths import split
 
 # How many findings a result keeps: enough to see a pattern, few enough to read.
@@ -49,7 +51,7 @@ def weights(subject: Subject) -> LevelResult:
             )
             findings.append(Finding(p.source.path, what, {"differing": int(unequal.sum()), "elements": unequal.size}))
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
-    notes = tuple(f"left out: {path}" for path in pairing.ignored)
+    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone)
     if not pairing.pairs and not findings:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
@@ -360,7 +362,7 @@ def gradients(subject: Subject) -> LevelResult:
 
 def unpaired_gradients(subject: Subject) -> list[str]:
     """Torch parameters whose gradients are not compared although nobody asked to leave them out."""
-    known = {p.source.path for p in subject.pairing.pairs} | set(subject.pairing.ignored)
+    known = {p.source.array_path for p in subject.pairing.pairs} | {*subject.pairing.ignored, *subject.pairing.aside}
     # A further name of a tied parameter that is paired under another name is compared with it.
     known |= {name for group in subject.pairing.ties if known & set(group) for name in group}
     return [path for path in subject.torch_wide.gradients if not path.startswith("input ") and path not in known]
@@ -381,25 +383,31 @@ def not_differentiable(subject: Subject) -> LevelResult | None:
 def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, np.ndarray, np.ndarray, np.ndarray | None]]]:
     """Flax's float64 gradient, torch's, and Flax's native one, if any, under each torch path, in torch's layout."""
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
-    found = []
+    found, missing = [], []
     # An array that Flax has under several names has its gradient under the first.
     first_names = {p.target.identity: p.target.path for p in subject.pairing.pairs if p.target.path in wide_run}
-    by_source = {p.source.path: p for p in subject.pairing.pairs}
-    missing = []
+    by_array: dict[str, list[Pair]] = {}
+    for p in subject.pairing.pairs:
+        by_array.setdefault(p.source.array_path, []).append(p)
     for path, oracle in subject.torch_wide.gradients.items():
-        if path.startswith("input "):
-            flax_path, back = path, (lambda array: array)
-        elif path in by_source:
-            p = by_source[path]
-            flax_path, back = first_names.get(p.target.identity, p.target.path), p.layout.inverse().apply
-        else:
+        pairs = by_array.get(path, [])
+        names = [path] if path.startswith("input ") else [first_names.get(p.target.identity, p.target.path) for p in pairs]
+        if not names:
             continue
-        if flax_path not in wide_run:
+        if any(name not in wide_run for name in names):
             missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no nnx.Param"))
             continue
-        native_gradient = back(native_run[flax_path]) if flax_path in native_run else None
-        found.append((path, back(wide_run[flax_path]), oracle, native_gradient))
+        native_gradient = in_torch(path, pairs, names, native_run) if all(name in native_run for name in names) else None
+        found.append((path, in_torch(path, pairs, names, wide_run), oracle, native_gradient))
     return missing, found
+
+
+def in_torch(path: str, pairs: list[Pair], names: list[str], gradients: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Flax's gradient in torch's layout; that of an array of which Flax has the blocks is put together."""
+    if not pairs:
+        return gradients[path]
+    blocks = [(p.source, p.layout.inverse().apply(gradients[name])) for p, name in zip(pairs, names, strict=True)]
+    return gathered(blocks)[path]
 
 
 def gradient_scales(subject: Subject) -> dict[str, float]:

@@ -47,9 +47,9 @@ def wiring(subject: Subject) -> LevelResult:
     if probe is None:
         return LevelResult("wiring", "not applicable", why, {"operation": why.split(":")[0]})
     flax_weights = {
-        p.target.path: p.layout.apply(narrow(probe.weights)[p.source.path])
+        p.target.path: p.layout.apply(p.source.of(narrow(probe.weights)[p.source.array_path]))
         for p in subject.pairing.pairs
-        if p.source.path in probe.weights
+        if p.source.array_path in probe.weights
     }
     flax32 = subject.flax.evaluate(
         subject.flax_model, probe.call, dtype="float32", weights=flax_weights, cotangents=subject.native_cotangents
@@ -124,7 +124,7 @@ class Search:
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        paired = {p.source.path for p in subject.pairing.pairs}
+        paired = {p.source.array_path for p in subject.pairing.pairs}
         self.leaves = [leaf for leaf in subject.torch.leaves(subject.torch_model) if leaf.path in paired]
         shapes = [(leaf.path, leaf.shape) for leaf in self.leaves] + [(p, a.shape) for p, a in subject.values()]
         self.key = (type(subject.torch_model), *shapes)

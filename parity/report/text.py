@@ -32,6 +32,7 @@ def transfer_text(transfer: "Transfer") -> str:
     lines += [f"  one array: {', '.join(names)}" for names in transfer.ties]
     lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
     lines += [f"  setting: {sentence}" for sentence in transfer.settings]
+    lines += [f"  {sentence}" for sentence in transfer.alone]
     lines += [f"  note: {sentence}" for sentence in transfer.notes]
     lines += ["  read back: bit-equal"] if transfer.verified else []
     by_name = sum(entry.decided_by == "name" for entry in transfer.plan)

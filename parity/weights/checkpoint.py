@@ -13,8 +13,9 @@ import numpy as np
 from parity.errors import InputError, TransferError
 from parity.frameworks import load
 from parity.weights import msgpack_file, safetensors_file
+from parity.weights.claims import claimed
 from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, remove, same_bits
-from parity.weights.leaf import DTYPES, Leaf
+from parity.weights.leaf import DTYPES, Layer, Leaf
 from parity.weights.naming import derived, side
 from parity.weights.pairing import room_of
 
@@ -153,12 +154,15 @@ class Target(Tree):
         self.format, self.path = located(path, source=False)
         self.given, self.overwrite, self.verify = path, overwrite, verify
         room = room_of(source, "source")
+        # Those of the model that gives the names: they decide as they would if it were filled itself.
+        self.known: list[Layer] = []
         if like is None:
             self.NAME = self.format.side or side(room)
-            self.found = derived(room.leaves(source), side(room), self.NAME, rename, ignore)
+            self.found = derived(claimed(room.leaves(source), room.layers(source)), side(room), self.NAME, rename, ignore)
         else:
             other = room_of(like, "like")
             self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role != "random state"]
+            self.known = other.layers(like)
         if self.format.side not in (None, self.NAME):
             wanted, got = ("PyTorch", "Flax") if self.format.side == "torch" else ("Flax", "PyTorch")
             raise InputError(f"{self.path.name} is to hold {wanted}'s names, but like has {got}'s; give one with {wanted}'s")
@@ -174,6 +178,10 @@ class Target(Tree):
     def leaves(self, value: Any) -> list[Leaf]:
         """Every array that it is to hold."""
         return self.found
+
+    def layers(self, value: Any) -> list[Layer]:
+        """The layers of the model whose names it takes on; none where that is no model."""
+        return self.known
 
     def slots(self, paths: Iterable[str]) -> list[Slot]:
         """What is to be written, given which leaves something arrives for: tied names together."""

@@ -1,7 +1,7 @@
 """What every framework is reduced to: arrays under dotted paths, read when they are needed."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -30,6 +30,41 @@ Role = Literal["parameter", "buffer", "random state"]
 
 
 @dataclass(frozen=True)
+class Part:
+    """Where a leaf lies in an array of which it is only a part: arrays are cut into equal blocks of rows.
+
+    Attributes:
+        whole: dotted path of the array.
+        number: which block, from 0.
+        count: how many there are.
+    """
+
+    whole: str
+    number: int
+    count: int
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """This block of the whole array, as a view."""
+        rows = array.shape[0] // self.count
+        return array[self.number * rows : (self.number + 1) * rows]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A layer further up whose row in the ledger names an array that a layer inside it holds.
+
+    Attributes:
+        owner: dotted path of that layer, in torch's words.
+        name: the array's name below it, such as `query.kernel`.
+        kinds: of that layer.
+    """
+
+    owner: str
+    name: str
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Leaf:
     """One array of a model or tree, not yet read.
 
@@ -46,6 +81,8 @@ class Leaf:
         read: the array as NumPy, not to be written into; it may share the model's memory.
         share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
         unreadable: why the array has no values that could be read; empty if it has.
+        part: where it lies in the model's array, if it is only a part of that.
+        claims: layers further up whose row names the array.
         from_file: whether it is read from a file.
     """
 
@@ -60,7 +97,35 @@ class Leaf:
     read: Callable[[], np.ndarray] = field(compare=False, repr=False)
     share: Callable[[tuple[int, ...]], Shared | np.ndarray] = field(compare=False, repr=False)
     unreadable: str = ""
+    part: Part | None = None
+    claims: tuple[Claim, ...] = ()
     from_file: bool = False
+
+    @property
+    def array_path(self) -> str:
+        """Dotted path of the model's array: the leaf's own, unless the leaf is only a part of it."""
+        return self.part.whole if self.part else self.path
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """What belongs to this leaf in an array of the shape of the model's."""
+        return self.part.of(array) if self.part else array
+
+    def cut(self, names: tuple[str, ...]) -> tuple["Leaf", ...]:
+        """The leaf in as many equal blocks of rows as there are names: `weight[q]`, `weight[k]`, `weight[v]`."""
+        return tuple(self.block(name, Part(self.path, number, len(names))) for number, name in enumerate(names))
+
+    def block(self, name: str, part: Part) -> "Leaf":
+        """One block of rows, under a name in brackets."""
+        return replace(
+            self,
+            path=f"{self.path}[{name}]",
+            name=f"{self.name}[{name}]",
+            shape=(self.shape[0] // part.count, *self.shape[1:]),
+            identity=(self.identity, part.number, part.count),
+            read=lambda: part.of(self.read()),
+            share=lambda axes: part.of(self.read()).transpose(axes),
+            part=part,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,3 +143,23 @@ class Layer:
     kinds: tuple[str, ...]
     settings: Callable[[str], Any] = field(compare=False, repr=False)
     own_path: str = ""
+
+
+def gathered(arrays: list[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
+    """Arrays of leaves by the path of the model's array; parts are put together again.
+
+    Raises:
+        ValueError: a part is missing.
+    """
+    whole: dict[str, Any] = {leaf.path: array for leaf, array in arrays if not leaf.part}
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    counts: dict[str, int] = {}
+    for leaf, array in arrays:
+        if leaf.part:
+            parts.setdefault(leaf.part.whole, {})[leaf.part.number] = array
+            counts[leaf.part.whole] = leaf.part.count
+    for path, blocks in parts.items():
+        if len(blocks) < counts[path]:
+            raise ValueError(f"{path} needs {counts[path]} parts, got {len(blocks)}")
+        whole[path] = np.concatenate([blocks[number] for number in sorted(blocks)])
+    return whole

@@ -6,11 +6,14 @@ from typing import Any
 
 from parity.errors import TransferError, listed
 from parity.weights.files import FLAX_ONLY, Side, make_leaf
-from parity.weights.layouts import AS_IS, TRANSPOSED, Layout
+from parity.weights.layouts import AS_IS, TRANSPOSED, Flipped, Layout
 from parity.weights.leaf import Leaf
 from parity.weights.pairing import directed, sorted_out
 from parity.weights.paths import Rename, join, split
-from parity.weights.rules import TORCH_NAMES, leaf_rule, rule_for
+from parity.weights.rules import TORCH_NAMES, LeafRule, Rule, rows_for
+
+# Layouts that give the shape on the other side without knowing it.
+Permuted = Layout | Flipped
 
 
 def side(room: Any) -> Side:
@@ -30,8 +33,11 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
     renames = directed(Rename(rename), (from_side, to_side), travelling)
     leaves, problems = [], []
     for leaf in travelling:
+        if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
+            # Of no counterpart by its nature: pairing tells of it, or refuses it.
+            continue
         if from_side == to_side:
-            found: tuple[str, Layout, tuple[str, ...]] | str = (leaf.path, AS_IS, ())
+            found: tuple[str, Permuted, tuple[str, ...]] | str = (leaf.path, AS_IS, ())
         else:
             found = counterpart(leaf, to_side)
         if isinstance(found, str):
@@ -52,14 +58,18 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
     return leaves
 
 
-def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Layout, tuple[str, ...]] | str:
+def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | str:
     """The path and layout of an array on the other side and its layer's class there, or why they are not certain."""
-    rule = rule_for(leaf.kinds)
-    known = leaf_rule(rule, leaf.name, "flax" if to_side == "torch" else "torch")
-    if rule and known:
-        torch = to_side == "torch"
-        layout = known.layout.inverse() if torch else known.layout
-        return join(leaf.owner, known.torch if torch else known.flax), layout, (rule.torch if torch else rule.flax,)
+    if leaf.claims:
+        kind = leaf.claims[0].kinds[0]
+        return f"{leaf.path} lies in a {kind}, whose arrays are cut or joined on the other side"
+    rows = rows_for(leaf.kinds)
+    found = [(rule, entry) for rule in rows for entry in rule.entries(leaf.name, "flax" if to_side == "torch" else "torch")]
+    ways = {way[:2]: way for rule, entry in found if (way := certain(leaf, rule, entry, to_side))}
+    if len(ways) == 1:
+        return next(iter(ways.values()))
+    if rows:
+        return f"{leaf.path} belongs to a {leaf.kinds[0]}; what it is called on the other side, and its layout, is not certain"
     if leaf.kinds:
         if leaf.kinds[0].startswith(("torch.nn.", "flax.nnx.")):
             return f"{leaf.path} belongs to a {leaf.kinds[0]}, for which no rule is known"
@@ -76,7 +86,19 @@ def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Layout, tuple[str, ...]
     return join(leaf.owner, leaf.name), AS_IS, ()
 
 
-def from_torch_by_name(leaf: Leaf) -> tuple[str, Layout, tuple[str, ...]] | str:
+def certain(leaf: Leaf, rule: Rule, entry: LeafRule, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | None:
+    """What an entry of the ledger makes of an array, None if its shape on the other side is not told by its own."""
+    # Heads have as many axes as the other layer wants; for one number there are two shapes.
+    if not isinstance(entry.layout, Permuted) or "[" in entry.torch or "." in entry.flax:
+        return None
+    layout = entry.layout if to_side == "flax" else entry.layout.inverse()
+    if layout.axes is not None and len(layout.axes) != len(leaf.shape):
+        return None
+    name, kind = (entry.flax, rule.flax) if to_side == "flax" else (entry.torch, rule.torch)
+    return join(leaf.owner, name), layout, (kind,)
+
+
+def from_torch_by_name(leaf: Leaf) -> tuple[str, Permuted, tuple[str, ...]] | str:
     """A name of PyTorch's in Flax's words.
 
     Only vectors called `bias` are certain. Any other name has several meanings: `weight` is a

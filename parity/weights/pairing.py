@@ -1,17 +1,17 @@
 """Which leaf belongs to which: every leaf on both sides accounted for, before anything is read."""
 
 import fnmatch
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
+from parity.weights.claims import Sides, claimed, names_in, other_names, owners, reading, set_apart, torch_names, undecided
 from parity.weights.files import Tree
-from parity.weights.layouts import AS_IS, Layout
-from parity.weights.leaf import Leaf
-from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, split, wrapper
-from parity.weights.rules import TORCH_NAMES, disagreements, layout_by_name, leaf_rule, rule_for
+from parity.weights.layouts import AS_IS, Bijection
+from parity.weights.leaf import Layer, Leaf
+from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
+from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
@@ -30,7 +30,7 @@ class Pair:
 
     source: Leaf
     target: Leaf
-    layout: Layout
+    layout: Bijection
     decided_by: Literal["rule", "name"]
 
 
@@ -47,6 +47,10 @@ class Pairing:
         lost_ties: names that are one array on one side and several on the other; one sentence each.
         settings: settings that do not agree; one sentence each.
         renames: from names of the source to names of the target.
+        alone: what has no counterpart by its nature, or is not the same although weights and
+            settings are; one sentence each.
+        aside: paths of torch arrays that are left out, or stay as they are, by their nature.
+        zeros: leaves of the target that get zeros, because what they hold has no name in the source.
     """
 
     source: Room
@@ -59,6 +63,9 @@ class Pairing:
     lost_ties: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     renames: Rename = field(default_factory=lambda: Rename(None))
+    alone: tuple[str, ...] = ()
+    zeros: tuple[Leaf, ...] = ()
+    aside: tuple[str, ...] = ()
 
 
 def pair(
@@ -85,10 +92,16 @@ def pair(
     rooms = room_of(source, "source"), room_of(target, "target")
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
     targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
-    sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
+    sides: Sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
+    layers = rooms[0].layers(source), rooms[1].layers(target)
+    if sides[0] != sides[1]:
+        sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
     renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
-    index = indexed(targets, sides[1])
+    apart = set_apart(sources, targets, renames, sides)
+    sources, targets = apart.sources, apart.targets
+    index = indexed(targets, sides)
+    flax_layers = {layer.own_path: layer for layer in layers[sides.index("flax")]} if sides[0] != sides[1] else {}
     pairs: list[Pair] = []
     taken: dict[str, Leaf] = {}
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
@@ -105,7 +118,7 @@ def pair(
             problems.append(f"{leaf.path} and {taken[found[0].path].path} both lead to {found[0].path}; rename one of them")
             continue
         taken[found[0].path] = leaf
-        made = make_pair(leaf, found[0], sides)
+        made = make_pair(leaf, found[0], sides, flax_layers)
         problems += [made] if isinstance(made, str) else []
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
@@ -114,11 +127,13 @@ def pair(
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
-    help_first = remedy([leaf for leaf, f in stray if not f and leaf.identity not in travelled], empty, sides)
+    strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
+    help_first = remedy(strays, empty, sides, flax_layers)
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
-    problems = wrapped(sources, targets, problems, sides) + help_first + problems
+    told = settings(layers, renames, sides)
+    problems = wrapped(sources, targets, problems, sides) + told.refused + apart.problems + help_first + problems
     return Pairing(
         rooms[0],
         rooms[1],
@@ -128,8 +143,11 @@ def pair(
         tuple(random_source + random_target),
         kept,
         lost,
-        tuple(settings(rooms, source, target, renames, sides)),
+        tuple(told.disagreeing),
         renames,
+        tuple(apart.alone + told.notes),
+        tuple(apart.zeros),
+        tuple(apart.aside),
     )
 
 
@@ -154,7 +172,7 @@ def unused_patterns(ignore: Iterable[str], ignored: list[str]) -> list[str]:
     ]
 
 
-def directed(rename: Rename, sides: tuple[str, ...], sources: list[Leaf]) -> Rename:
+def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     """The rename from source names to target names: of the two directions the one whose keys fit the source."""
     given, turned = rename, rename.inverse()
 
@@ -167,91 +185,73 @@ def directed(rename: Rename, sides: tuple[str, ...], sources: list[Leaf]) -> Ren
 
 
 def torch_name(leaf: Leaf, side: str) -> str:
-    """What torch calls the array of a leaf."""
-    if side == "torch":
-        return leaf.name
-    known = leaf_rule(rule_for(leaf.kinds), leaf.name, "flax")
-    if known:
-        return known.torch
-    return TORCH_NAMES.get(leaf.name, leaf.name) if not leaf.kinds else leaf.name
+    """What torch calls the array of a leaf, as far as its own layer tells."""
+    return torch_names(leaf.kinds, leaf.name, side)[0]
 
 
-def owners(leaf: Leaf) -> list[str]:
-    """The paths under which a leaf's layer may be known: torch's words, its own words, `layers` left out."""
-    own = split(leaf.path)[0]
-    found = [leaf.owner, own]
-    if not leaf.kinds:
-        # In a tree nothing tells an nnx.Sequential from a list that is called layers: any of them may be one.
-        parts = own.split(".")
-        numbered = [i for i, part in enumerate(parts[:-1]) if part == "layers" and parts[i + 1].isdigit()]
-        for count in range(1, len(numbered) + 1):
-            for gone in itertools.combinations(numbered, count):
-                found.append(".".join(part for i, part in enumerate(parts) if i not in gone))
-    return list(dict.fromkeys(found))
-
-
-def indexed(leaves: list[Leaf], side: str) -> dict[str, list[Leaf]]:
+def indexed(leaves: list[Leaf], sides: Sides) -> dict[str, list[Leaf]]:
     """Leaves by every name that may be used for them; an exact name beats a derived one."""
     exact: dict[str, list[Leaf]] = {leaf.path: [leaf] for leaf in leaves}
     derived: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        for owner in owners(leaf):
-            for name in dict.fromkeys((torch_name(leaf, side), leaf.name)):
-                path = join(owner, name)
-                if path not in exact and leaf not in derived.setdefault(path, []):
-                    derived[path].append(leaf)
+        names = [
+            join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, sides[1]), leaf.name)
+        ]
+        names += other_names(leaf, sides[1]) if sides[0] != sides[1] else []
+        for path in dict.fromkeys(names):
+            if path not in exact and leaf not in derived.setdefault(path, []):
+                derived[path].append(leaf)
     return derived | exact
 
 
-def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
-    """The names by which a source leaf looks for its counterpart, likeliest first."""
-    names = [join(owner, torch_name(leaf, side)) for owner in owners(leaf)]
-    # In a tree torch's name is a guess: it stands behind the leaf's own.
-    own_first = side == other or not leaf.kinds
-    return list(dict.fromkeys([leaf.path, *names] if own_first else [*names, leaf.path]))
-
-
-def make_pair(source: Leaf, target: Leaf, sides: tuple[str, ...]) -> Pair | str:
+def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str, Layer]) -> Pair | str:
     """The pair with its layout, or why the two do not fit."""
     if sides[0] == sides[1]:
         if source.shape != target.shape:
             return f"{source.path} has shape {source.shape}, {target.path} has {target.shape}"
         return Pair(source, target, AS_IS, "name")
     torch_leaf, flax_leaf = (source, target) if sides[0] == "torch" else (target, source)
-    rules = [rule for rule in (rule_for(torch_leaf.kinds), rule_for(flax_leaf.kinds)) if rule]
-    if len(rules) == 2 and rules[0] is not rules[1]:
-        return (
-            f"{torch_leaf.path} belongs to a {rules[0].torch} and {flax_leaf.path} to a {rules[1].flax}; "
-            f"the counterpart of {rules[0].torch} is {rules[0].flax}"
-        )
-    entry = leaf_rule(rule_for(torch_leaf.kinds), torch_leaf.name, "torch")
-    entry = entry or leaf_rule(rule_for(flax_leaf.kinds), flax_leaf.name, "flax")
-    if entry and len(rules) < 2 and torch_leaf.name == flax_leaf.name and entry.torch != entry.flax:
-        # A layer of the user's own that keeps the other framework's name keeps its layout too.
-        entry = None
-    layout = entry.layout if entry else AS_IS
-    if not rules and not (torch_leaf.kinds and flax_leaf.kinds):
-        layout = layout_by_name(torch_leaf.name, flax_leaf.name, len(flax_leaf.shape))
-        if layout is AS_IS and (torch_leaf.name, flax_leaf.name) == ("weight", "kernel") and len(flax_leaf.shape) > 1:
+    entry = reading(torch_leaf, flax_leaf, flax_layers)
+    if not entry:
+        stranger = strangers(torch_leaf, flax_leaf)
+        if stranger:
+            return stranger
+    if entry and entry.when and (open_ := undecided(torch_leaf, flax_leaf, flax_layers)):
+        return open_
+    family = entry.layout if entry else AS_IS
+    if not entry and not (torch_leaf.kinds and flax_leaf.kinds) and not rows_for(torch_leaf.kinds + flax_leaf.kinds):
+        family = layout_by_name(torch_leaf.name, flax_leaf.name, len(flax_leaf.shape))
+        if family is AS_IS and (torch_leaf.name, flax_leaf.name) == ("weight", "kernel") and len(flax_leaf.shape) > 1:
             # Of a filter and of attention heads alike, and nothing shows it where all axes are of one length.
             axes = len(flax_leaf.shape)
             return (
                 f"{torch_leaf.path} and {flax_leaf.path}: their names alone do not tell how a kernel of {axes} axes "
                 "is laid out; give a model in place of one of the trees or files"
             )
-    if not layout.fits(len(torch_leaf.shape)) or layout.shape(torch_leaf.shape) != flax_leaf.shape:
-        wanted = layout.shape(torch_leaf.shape) if layout.fits(len(torch_leaf.shape)) else f"{len(layout.axes or ())} axes"
+    layout = family.between(torch_leaf.shape, flax_leaf.shape)
+    if layout is None:
         hint = ""
-        if torch_leaf.shape == flax_leaf.shape and layout.axes:
-            hint = f"; Flax stores it {layout.name}"
-        elif layout is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
+        if torch_leaf.shape == flax_leaf.shape:
+            hint = f"; Flax stores it {family.name}"
+        elif family is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
             hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
         return (
-            f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {wanted}, "
+            f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {family.wanted(torch_leaf.shape)}, "
             f"but it has {flax_leaf.shape}{hint}"
         )
-    travelled = layout if sides[0] == "torch" else layout.inverse()
-    return Pair(source, target, travelled, "rule" if entry else "name")
+    return Pair(source, target, layout if sides[0] == "torch" else layout.inverse(), "rule" if entry else "name")
+
+
+def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
+    """Why two leaves of one name are no pair: their layers have rows in the ledger, but none together."""
+    mine, theirs = rows_for(torch_leaf.kinds), rows_for(flax_leaf.kinds)
+    if not mine or not theirs or row_of(torch_leaf.kinds, flax_leaf.kinds):
+        return ""
+    wanted = " or ".join(dict.fromkeys(rule.flax for rule in mine))
+    return (
+        f"{torch_leaf.path} belongs to a {mine[0].torch} and {flax_leaf.path} to a {theirs[0].flax}; "
+        f"the counterpart of {mine[0].torch} is {wanted}"
+    )
 
 
 def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) -> None:
@@ -262,7 +262,7 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
-def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: tuple[str, ...]) -> str:
+def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: Sides) -> str:
     if found:
         names = ", ".join(other.path for other in found)
         return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
@@ -273,23 +273,24 @@ def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Lea
     return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
 
 
-def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: tuple[str, ...]) -> str:
+def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> str:
     used = {source.path for source in taken.values()}
     known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
     return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
 
 
-def remedy(stray: list[Leaf], empty: list[Leaf], sides: tuple[str, ...]) -> list[str]:
+def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
     """What to pass if leaves without counterpart belong together, or are to be left alone."""
-    if len(stray) == len(empty) and all(isinstance(make_pair(s, t, sides), Pair) for s, t in zip(stray, empty, strict=True)):
+    made = [make_pair(s, t, sides, flax_layers) for s, t in zip(stray, empty)]
+    if len(stray) == len(empty) and all(isinstance(one, Pair) for one in made):
         rename: dict[str, str] = {}
         for s, t in zip(stray, empty, strict=True):
             mine, theirs = (s, t) if sides[0] == "torch" else (t, s)
             same_name = torch_name(s, sides[0]) == torch_name(t, sides[1])
             rename |= {mine.owner: theirs.owner} if same_name and mine.owner else {mine.path: theirs.path}
         return [f"if these are the same layers in the same order, pass rename={rename}"] if rename else []
-    alone = [leaf.path for leaf in (stray or empty)[:2]] if not (stray and empty) else []
+    alone = [leaf.array_path for leaf in (stray or empty)[:2]] if not (stray and empty) else []
     return [f"to leave out what has no counterpart on purpose, pass ignore={tuple(alone)!r}"] if alone else []
 
 
@@ -304,7 +305,7 @@ def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
 
 
-def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: tuple[str, ...]) -> list[str]:
+def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
     """What to do about names that differ because one of the models is wrapped."""
     source, target = [leaf.path for leaf in sources], [leaf.path for leaf in targets]
     found = []
@@ -325,7 +326,7 @@ def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides
     return found
 
 
-def ties(pairs: list[Pair], sources: list[Leaf], sides: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The groups of source names that are one array, and the ties that only one side has."""
     lost = []
     for mine, theirs, where in (("source", "target", sides[1]), ("target", "source", sides[0])):
@@ -360,16 +361,28 @@ def conflicting_ties(pairs: list[Pair]) -> list[str]:
     ]
 
 
-def settings(rooms: tuple[Room, Room], source: Any, target: Any, renames: Rename, sides: tuple[str, ...]) -> list[str]:
+@dataclass(frozen=True)
+class Told:
+    """What the settings of all pairs of layers come to, one sentence each."""
+
+    disagreeing: list[str]
+    refused: list[str]
+    notes: list[str]
+
+
+def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Sides) -> Told:
     """Disagreements of all layers that both sides have under one path."""
+    told = Told([], [], [])
     if sides[0] == sides[1]:
-        return []
-    layers = rooms[1].layers(target)
-    other = {layer.own_path: layer for layer in layers} | {layer.path: layer for layer in layers}
-    found = []
-    for layer in rooms[0].layers(source):
+        return told
+    other = {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1]}
+    for layer in layers[0]:
         names = [*(renames.apply(path)[0] for path in (layer.path, layer.own_path)), layer.path]
         twin = next((other[name] for name in names if name in other), None)
         if twin:
-            found += disagreements(layer, twin) if sides[0] == "torch" else disagreements(twin, layer)
-    return found
+            mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
+            told.disagreeing.extend(disagreements(mine, theirs))
+            told.refused.extend(refusals(mine, theirs))
+            row = row_of(mine.kinds, theirs.kinds)
+            told.notes.extend([f"{mine.path or 'the model'}: {row.note}"] if row and row.note else [])
+    return told

@@ -4,38 +4,75 @@ One row serves both directions. A composite of mirrored names needs no row; a ne
 is one row here and one row in its test.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from parity.weights.layouts import AS_IS, TRANSPOSED, Layout
+from parity.weights.layouts import (
+    AS_IS,
+    HEADS_BIAS,
+    HEADS_IN,
+    HEADS_OUT,
+    ONE_NUMBER,
+    TRANSPOSED,
+    Family,
+    channels_last,
+    flipped_kernel,
+)
 from parity.weights.leaf import Layer
+from parity.weights.settings import (
+    Agree,
+    Check,
+    Require,
+    attention_dropout_agrees,
+    cell_agrees,
+    dilations_agree,
+    momentum_agrees,
+    one_width_for_keys_and_values,
+    padding_agrees,
+    rms_epsilon_agrees,
+    sequence_agrees,
+    strides_agree,
+    transposed_padding_agrees,
+)
+
+Side = Literal["torch", "flax"]
 
 
 @dataclass(frozen=True)
 class LeafRule:
-    """One array of a layer: its name in torch, its name in Flax, and the layout between them."""
+    """One array of a layer: its name in torch, its name in Flax, and the layout between them.
+
+    Attributes:
+        torch: the array's name in the layer; a dotted one lies in a layer inside it, and
+            `in_proj_weight[q]` is the block q of rows of `in_proj_weight`. Blocks are equal, and
+            come in the order in which their entries stand in the row.
+        flax: likewise, without blocks.
+        layout: from torch's layout to Flax's.
+        when: a setting of the Flax layer and its value, if the entry holds only then.
+    """
 
     torch: str
     flax: str
-    layout: Layout = AS_IS
+    layout: Family = AS_IS
+    when: tuple[str, object] | None = None
 
 
 @dataclass(frozen=True)
-class Agree:
-    """A setting that must be equal on both sides, under its name in each."""
+class Alone:
+    """An array that only the torch layer has.
+
+    Attributes:
+        torch: its name.
+        because: why Flax has no counterpart, what is lost, and what to do instead.
+        fate: `kept` leaves it as it is on the way back and is only told of; `zero` may be left
+            out exactly if all of it is 0, and is filled with 0 on the way back; `refused` lets
+            nothing travel.
+    """
 
     torch: str
-    flax: str
-
-
-@dataclass(frozen=True)
-class Require:
-    """A setting of one side without which there is no counterpart on the other."""
-
-    side: Literal["torch", "flax"]
-    setting: str
-    equals: Any
     because: str
+    fate: Literal["kept", "zero", "refused"] = "kept"
 
 
 @dataclass(frozen=True)
@@ -47,13 +84,207 @@ class Rule:
         flax: public name of the Flax class; subclasses follow it.
         leaves: its arrays.
         settings: what must agree.
+        alone: arrays of the torch layer without counterpart.
+        note: what equal weights and settings do not make equal; told with every transfer.
     """
 
     torch: str
     flax: str
     leaves: tuple[LeafRule, ...] = ()
-    settings: tuple[Agree | Require, ...] = ()
+    settings: tuple[Agree | Require | Check, ...] = ()
+    alone: tuple[Alone, ...] = ()
+    note: str = ""
 
+    def to_dict(self) -> dict[str, object]:
+        """The row for machines."""
+        arrays = [
+            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when} for leaf in self.leaves
+        ]
+        alone = [{"torch": one.torch, "fate": one.fate, "because": one.because} for one in self.alone]
+        settings = [str(one) for one in self.settings]
+        return {
+            "torch": self.torch,
+            "flax": self.flax,
+            "arrays": arrays,
+            "alone": alone,
+            "settings": settings,
+            "note": self.note,
+        }
+
+    def entries(self, name: str, side: Side) -> list[LeafRule]:
+        """The entries for an array, by its name on one side."""
+        return [leaf for leaf in self.leaves if getattr(leaf, side) == name]
+
+    def blocks(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The torch arrays that the row cuts, each with the names of its blocks, once for each way of cutting."""
+        found: dict[str, list[str]] = {}
+        for leaf in self.leaves:
+            whole, bracket, name = leaf.torch.partition("[")
+            if bracket and name[:-1] not in found.setdefault(whole, []):
+                found[whole].append(name[:-1])
+        return [(whole, tuple(names)) for whole, names in found.items()]
+
+
+SLOW_VARIANCE = Require(
+    "flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"
+)
+
+
+def convolution(ndim: int) -> Rule:
+    """The row of a convolution over so many spatial axes."""
+    return Rule(
+        f"torch.nn.Conv{ndim}d",
+        "flax.nnx.Conv",
+        (LeafRule("weight", "kernel", channels_last(ndim)), LeafRule("bias", "bias")),
+        (
+            Check("stride, strides", strides_agree),
+            Check("padding, padding_mode, padding in numbers", padding_agrees),
+            Check("dilation, kernel_dilation", dilations_agree),
+            Agree("groups", "feature_group_count"),
+            Check("input_dilation=1", lambda torch, flax: spread(flax("input_dilation"))),
+            Require("flax", "mask", None, "torch multiplies its kernel by no mask"),
+        ),
+    )
+
+
+def spread(input_dilation: object) -> list[str]:
+    given = input_dilation if isinstance(input_dilation, Iterable) else (input_dilation,)
+    return (
+        []
+        if set(given) <= {1, None}
+        else [f"input_dilation={input_dilation!r} in Flax, torch spreads no input; set input_dilation=1"]
+    )
+
+
+def transposed_convolution(ndim: int) -> Rule:
+    """The row of a transposed convolution over so many spatial axes."""
+    return Rule(
+        f"torch.nn.ConvTranspose{ndim}d",
+        "flax.nnx.ConvTranspose",
+        (
+            # What is a convolution for the gradient: its outputs are the inputs here.
+            LeafRule("weight", "kernel", channels_last(ndim), when=("transpose_kernel", True)),
+            LeafRule("weight", "kernel", flipped_kernel(ndim), when=("transpose_kernel", False)),
+            LeafRule("bias", "bias"),
+        ),
+        (
+            Check("stride, strides", strides_agree),
+            Check("padding, output_padding, padding in numbers (k - 1 - p)", transposed_padding_agrees),
+            Check("dilation, kernel_dilation", dilations_agree),
+            Require("torch", "groups", 1, "nnx.ConvTranspose has no groups; use one for each group", refuse=True),
+            Require("flax", "mask", None, "torch multiplies its kernel by no mask"),
+        ),
+    )
+
+
+def batch_norm(ndim: int) -> Rule:
+    """The row of a batch normalisation; the number of spatial axes makes no difference."""
+    return Rule(
+        f"torch.nn.BatchNorm{ndim}d",
+        "flax.nnx.BatchNorm",
+        (
+            LeafRule("weight", "scale"),
+            LeafRule("bias", "bias"),
+            LeafRule("running_mean", "mean"),
+            LeafRule("running_var", "var"),
+        ),
+        (
+            Require(
+                *("torch", "track_running_stats", True),
+                "nnx.BatchNorm always keeps running statistics; normalise by the batch's own in a module of your own",
+                refuse=True,
+            ),
+            Agree("eps", "epsilon"),
+            Check("momentum, 1 - momentum", momentum_agrees),
+            SLOW_VARIANCE,
+            Require("flax", "axis", -1, "the channels are last in Flax"),
+        ),
+        (Alone("num_batches_tracked", "nnx.BatchNorm counts no batches; torch uses the count only where momentum is None"),),
+        "in training nnx.BatchNorm stores the biased variance, torch n / (n - 1) times it; evaluation is equal",
+    )
+
+
+def instance_norm(ndim: int) -> Rule:
+    """The row of an instance normalisation."""
+    return Rule(
+        f"torch.nn.InstanceNorm{ndim}d",
+        "flax.nnx.InstanceNorm",
+        (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
+        (
+            Agree("eps", "epsilon"),
+            SLOW_VARIANCE,
+            Require("flax", "feature_axes", -1, "the channels are last in Flax"),
+            Require(
+                *("torch", "track_running_stats", False),
+                "nnx.InstanceNorm keeps no running statistics; use nnx.BatchNorm arithmetic in a module of your own",
+                refuse=True,
+            ),
+        ),
+        tuple(
+            Alone(name, "nnx.InstanceNorm keeps no running statistics, without which evaluation differs", "refused")
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        ),
+    )
+
+
+def gated(torch: str, flax: str, end: str, cell: str, *, dense_bias: str = "", split: str = "") -> Rule:
+    """The row of a recurrent cell, or of a layer that runs one over a sequence.
+
+    Args:
+        torch: the torch class.
+        flax: the Flax class.
+        end: what torch puts behind the names of its arrays.
+        cell: where the cell stands in the Flax layer.
+        dense_bias: which of the two dense layers has the bias, if the gates are in one array in Flax too.
+        split: names of the gates, if Flax has a dense layer for each.
+    """
+    leaves: list[LeafRule] = []
+    if dense_bias:
+        leaves += [
+            LeafRule(f"weight_ih{end}", f"{cell}dense_i.kernel", TRANSPOSED),
+            LeafRule(f"weight_hh{end}", f"{cell}dense_h.kernel", TRANSPOSED),
+            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias"),
+        ]
+    for side in "ih" if split else "":
+        # `if` is a word of Python, so Flax calls that layer `if_`.
+        names = {gate: {"if": "if_"}.get(f"{side}{gate}", f"{side}{gate}") for gate in split}
+        leaves += [LeafRule(f"weight_{side}h{end}[{g}]", f"{cell}{names[g]}.kernel", TRANSPOSED) for g in split]
+    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias") for gate in split]
+    return Rule(
+        f"torch.nn.{torch}", f"flax.nnx.{flax}", tuple(leaves), recurrent_settings(torch, cell), (second_bias(torch, end),)
+    )
+
+
+def recurrent_settings(torch: str, cell: str) -> tuple[Agree | Require | Check, ...]:
+    """What must agree between recurrent layers; more where a layer runs over a sequence."""
+    found: tuple[Agree | Require | Check, ...] = (
+        Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),
+    )
+    if not cell:
+        return found
+    instead = "use one nnx.RNN for each layer and direction, and transfer them by names of your own"
+    return (
+        *found,
+        Check("batch_first, time_major; reverse=False", sequence_agrees),
+        Require("torch", "num_layers", 1, f"nnx.RNN runs one layer; {instead}", refuse=True),
+        Require("torch", "bidirectional", False, f"nnx.RNN runs one way; {instead}", refuse=True),
+        *((Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True),) if torch == "LSTM" else ()),
+    )
+
+
+def second_bias(torch: str, end: str) -> Alone:
+    """Torch adds two biases where Flax has one: exact only if the second is 0, for their sum would be rounded."""
+    fold = f"with torch.no_grad(): layer.bias_ih{end}.add_(layer.bias_hh{end}); layer.bias_hh{end}.zero_()"
+    if torch.startswith("GRU"):
+        why = "nnx.GRUCell has no bias inside the reset gate (b_hn), which would be lost and cannot be folded into another"
+        how = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        cell = "where b_hn is not 0, write a cell of your own"
+        return Alone(f"bias_hh{end}", f"{why}; {how}; {cell}; in training torch moves both biases", "zero")
+    why = f"Flax has one bias, and the rounded sum of two would be another function; fold them in torch first ({fold})"
+    return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
+
+
+PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
 
 RULES: list[Rule] = [
     Rule(
@@ -67,7 +298,7 @@ RULES: list[Rule] = [
         (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
         (
             Agree("eps", "epsilon"),
-            Require("flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"),
+            SLOW_VARIANCE,
         ),
     ),
     Rule(
@@ -89,56 +320,119 @@ RULES: list[Rule] = [
             Require("flax", "broadcast_dims", (), "torch draws a mask of its own for every element"),
         ),
     ),
+    *(convolution(ndim) for ndim in (1, 2, 3)),
+    *(transposed_convolution(ndim) for ndim in (1, 2, 3)),
+    *(batch_norm(ndim) for ndim in (1, 2, 3)),
+    *(instance_norm(ndim) for ndim in (1, 2, 3)),
+    Rule(
+        "torch.nn.GroupNorm",
+        "flax.nnx.GroupNorm",
+        (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
+        (
+            Agree("num_groups", "num_groups"),
+            Agree("eps", "epsilon"),
+            SLOW_VARIANCE,
+            Require("flax", "reduction_axes", None, "torch takes the mean over all axes but the batch"),
+        ),
+    ),
+    Rule(
+        "torch.nn.RMSNorm",
+        "flax.nnx.RMSNorm",
+        (LeafRule("weight", "scale"),),
+        (
+            Check("eps, epsilon", rms_epsilon_agrees),
+            Require("flax", "reduction_axes", -1, "torch takes the mean over the last axis"),
+            Require("flax", "feature_axes", -1, "torch scales the last axis"),
+        ),
+    ),
+    Rule("torch.nn.PReLU", "flax.nnx.PReLU", (LeafRule("weight", "negative_slope", ONE_NUMBER),)),
+    Rule(
+        "torch.nn.MultiheadAttention",
+        "flax.nnx.MultiHeadAttention",
+        (
+            # torch keeps the three projections in one array where all widths are the same, and apart where not.
+            *(LeafRule(f"in_proj_weight[{one}]", f"{name}.kernel", HEADS_OUT) for one, name in PROJECTIONS),
+            *(LeafRule(f"{one}_proj_weight", f"{name}.kernel", HEADS_OUT) for one, name in PROJECTIONS),
+            *(LeafRule(f"in_proj_bias[{one}]", f"{name}.bias", HEADS_BIAS) for one, name in PROJECTIONS),
+            LeafRule("out_proj.weight", "out.kernel", HEADS_IN),
+            LeafRule("out_proj.bias", "out.bias"),
+        ),
+        (
+            Agree("num_heads", "num_heads"),
+            Agree("num_heads", "num_kv_heads"),
+            Check("kdim=vdim", one_width_for_keys_and_values, refuse=True),
+            Require("torch", "add_zero_attn", False, "nnx.MultiHeadAttention adds no key of zeros", refuse=True),
+            Require(
+                "torch", "batch_first", True, "nnx.MultiHeadAttention takes (batch, length, width); swap the first two axes"
+            ),
+            Require("flax", "normalize_qk", False, "torch does not normalise queries and keys"),
+            Check("dropout, dropout_rate, broadcast_dropout", attention_dropout_agrees),
+        ),
+        tuple(
+            Alone(name, "nnx.MultiHeadAttention adds no learned key and value; append them in a module of your own", "refused")
+            for name in ("bias_k", "bias_v")
+        ),
+    ),
+]
+
+RULES += [
+    gated("GRUCell", "GRUCell", "", "", dense_bias="dense_i"),
+    gated("LSTMCell", "LSTMCell", "", "", split="ifgo"),
+    gated("LSTMCell", "OptimizedLSTMCell", "", "", dense_bias="dense_h"),
+    gated("RNNCell", "SimpleCell", "", "", dense_bias="dense_i"),
+    gated("GRU", "RNN", "_l0", "cell.", dense_bias="dense_i"),
+    gated("LSTM", "RNN", "_l0", "cell.", dense_bias="dense_h", split="ifgo"),
+    gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
 ]
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 
-def rule_for(kinds: tuple[str, ...]) -> Rule | None:
-    """The row of the nearest class along an MRO, torch's or Flax's; None if there is none."""
+def rows_for(kinds: tuple[str, ...]) -> list[Rule]:
+    """The rows of the nearest class along an MRO, torch's or Flax's; a class of one side may have several of the other."""
     for kind in kinds:
-        for rule in RULES:
-            if kind in (rule.torch, rule.flax):
-                return rule
-    return None
+        found = [rule for rule in RULES if kind in (rule.torch, rule.flax)]
+        if found:
+            return found
+    return []
 
 
-def leaf_rule(rule: Rule | None, name: str, side: Literal["torch", "flax"]) -> LeafRule | None:
-    """The row's entry for an array, by its name on one side."""
-    for leaf in rule.leaves if rule else ():
-        if getattr(leaf, side) == name:
-            return leaf
-    return None
+def row_of(torch_kinds: tuple[str, ...], flax_kinds: tuple[str, ...]) -> Rule | None:
+    """The row of a pair of layers; None if they are no pair of the ledger."""
+    theirs = rows_for(flax_kinds)
+    return next((rule for rule in rows_for(torch_kinds) if rule in theirs), None)
 
 
-def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Layout:
+def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
     """The layout of a leaf of a tree, where only its names and rank are known."""
-    return TRANSPOSED if (torch_name, flax_name, ndim) == ("weight", "kernel", 2) else AS_IS
+    if (torch_name, flax_name) != ("weight", "kernel"):
+        return AS_IS
+    return TRANSPOSED if ndim == 2 else AS_IS
 
 
 def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers that do not agree, one sentence each."""
-    rule = rule_for(torch_layer.kinds)
-    found = []
-    for setting in rule.settings if rule and rule is rule_for(flax_layer.kinds) else ():
-        if isinstance(setting, Agree):
-            wanted, got = torch_layer.settings(setting.torch), flax_layer.settings(setting.flax)
-            if wanted != got:
-                found.append(
-                    f"{setting.torch}={wanted!r} in torch, {setting.flax}={got!r} in Flax; set {setting.flax}={wanted!r}"
-                )
-        else:
-            layer = torch_layer if setting.side == "torch" else flax_layer
-            got = layer.settings(setting.setting)
-            if got != setting.equals:
-                where, fix = (
-                    ("torch", "") if setting.side == "torch" else ("Flax", f"; set {setting.setting}={setting.equals!r}")
-                )
-                found.append(f"{setting.setting}={got!r} in {where}, wanted {setting.equals!r}: {setting.because}{fix}")
+    rule = row_of(torch_layer.kinds, flax_layer.kinds)
+    found = told(rule, torch_layer, flax_layer, refuse=False)
     # A composite's dtype, if it has one, says nothing of the layers in it.
-    computes = flax_layer.settings("dtype") if rule else None
+    computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
     holds = torch_layer.settings("parameter dtype")
     if computes is not None and holds is not None and computes != holds:
         found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; leave dtype out")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+
+
+def refusals(torch_layer: Layer, flax_layer: Layer) -> list[str]:
+    """The settings of a pair of layers for which the other side has nothing, one sentence each."""
+    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, refuse=True)
+    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+
+
+def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, *, refuse: bool) -> list[str]:
+    return [
+        sentence
+        for setting in (rule.settings if rule else ())
+        if getattr(setting, "refuse", False) is refuse
+        for sentence in setting.problems(torch_layer.settings, flax_layer.settings)
+    ]

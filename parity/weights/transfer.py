@@ -12,6 +12,8 @@ import numpy as np
 from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
 from parity.weights.files import count_nan, read_rename, same_bits
+from parity.weights.layouts import Layout
+from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair, Pairing, pair
 
 
@@ -54,6 +56,8 @@ class Transfer:
         ties: groups of source names that are one array.
         lost_ties: ties that only one side has; one sentence each.
         settings: settings of layers that do not agree, such as an epsilon; one sentence each.
+        alone: arrays that have no counterpart by their nature, such as torch's count of batches, and
+            what differs although weights and settings agree; one sentence each.
         notes: what was found in checkpoints, such as NaN or the key of the weights; one sentence each.
         verified: whether the result was read back and is bit-equal to what was sent.
     """
@@ -65,6 +69,7 @@ class Transfer:
     ties: tuple[tuple[str, ...], ...] = ()
     lost_ties: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     verified: bool = False
 
@@ -156,17 +161,18 @@ def transfer(
     dtypes = {p.target.path: wanted_dtype(p, cast) for p in pairing.pairs}
     problems = pairing.problems + dtype_problems(pairing, cast)
     problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
-    problems += tuple(pairing.target.refusals(target, dtypes))
+    arriving = {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}
+    problems += tuple(pairing.target.refusals(target, arriving | {leaf.path: leaf.dtype for leaf in pairing.zeros}))
     if not pairing.pairs and not problems:
         problems = ("neither side has parameters that could travel",)
-    sent = Sent(pairing.pairs, dtypes, copy, progress)
+    sent = Sent(pairing, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
     if problems:
         found = {p.source.path: p.target.path for p in pairing.pairs}
         raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
     value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
     if verify and not dry and not isinstance(target, Target):
-        check_arrived(pairing, value, Sent(pairing.pairs, dtypes, copy=True))
+        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
     opened = [side for side in (source, target) if isinstance(side, Source | Target)]
     return Transfer(
         value,
@@ -176,13 +182,16 @@ def transfer(
         pairing.ties,
         pairing.lost_ties,
         pairing.settings,
+        pairing.alone,
         (*(note for side in opened for note in side.notes), *sent.notes.values()),
         verify and not dry,
     )
 
 
 class Sent(Mapping[str, Any]):
-    """The arrays as they arrive, by target path; each is made when it is asked for.
+    """The arrays as they arrive, by the path of the target's array; each is made when it is asked for.
+
+    An array that arrives in parts is put together, and one that nothing arrives for is made of zeros.
 
     Attributes:
         notes: what was found in arrays that came from a file, by target path.
@@ -190,34 +199,52 @@ class Sent(Mapping[str, Any]):
 
     def __init__(
         self,
-        pairs: Iterable[Pair],
+        pairing: Pairing,
         dtypes: Mapping[str, str],
         copy: bool,
         progress: Callable[[int, int, str], None] | None = None,
     ):
-        self.pairs, self.dtypes, self.copy, self.progress = {p.target.path: p for p in pairs}, dtypes, copy, progress
+        self.dtypes, self.copy, self.progress = dtypes, copy, progress
+        self.pairs: dict[str, list[Pair]] = {}
+        for p in pairing.pairs:
+            self.pairs.setdefault(p.target.array_path, []).append(p)
+        self.zeros = {leaf.path: leaf for leaf in pairing.zeros}
         self.asked, self.notes = dict[str, int](), dict[str, str]()
 
     def __getitem__(self, path: str) -> Any:
-        p = self.pairs[path]
-        array = travelled(p, self.dtypes[path], self.copy)
-        if path not in self.asked:
-            self.asked[path] = self.bytes(path)
+        if path in self.zeros:
+            made = np.zeros(self.zeros[path].shape, numpy_dtype(self.zeros[path].dtype))
+            self.told(path, [], path)
+            return made
+        pairs = self.pairs[path]
+        arrays = [(p.target, travelled(p, self.dtypes[p.target.path], self.copy)) for p in pairs]
+        self.told(path, [(p, array) for p, (_, array) in zip(pairs, arrays, strict=True)], pairs[0].source.path)
+        return gathered(arrays)[path]
+
+    def told(self, path: str, arrived: list[tuple[Pair, Any]], name: str) -> None:
+        """Note what is in an array that is asked for the first time, and tell of its bytes."""
+        if path in self.asked:
+            return
+        self.asked[path] = self.bytes(path)
+        for p, array in arrived:
             if p.source.from_file and (gone := count_nan(array)):
-                self.notes[path] = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
-            if self.progress:
-                self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), p.source.path)
-        return array
+                note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
+                self.notes[p.target.path] = note
+        if self.progress:
+            self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
 
     def bytes(self, path: str) -> int:
         """The size of an array on arrival."""
-        return entry(self.pairs[path], self.dtypes[path], shared=False).bytes
+        if path in self.zeros:
+            leaf = self.zeros[path]
+            return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+        return sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs[path])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.pairs)
+        return iter([*self.pairs, *self.zeros])
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.pairs) + len(self.zeros)
 
 
 def check_arrived(pairing: Pairing, value: Any, sent: Mapping[str, np.ndarray]) -> None:
@@ -275,7 +302,9 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 def travelled(p: Pair, dtype: str, copy: bool) -> Any:
     """The array as it arrives: a view in NumPy, or a sharing object where that is asked for and possible."""
-    if not copy and dtype == p.source.dtype == p.target.dtype:
+    whole = not (p.source.part or p.target.part) and isinstance(p.layout, Layout)
+    if not copy and whole and dtype == p.source.dtype == p.target.dtype:
+        assert isinstance(p.layout, Layout)
         return p.source.share(p.layout.permutation(len(p.source.shape)))
     array = p.layout.apply(p.source.read())
     with np.errstate(over="ignore", invalid="ignore"):

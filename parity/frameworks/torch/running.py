@@ -187,13 +187,28 @@ def evaluate(
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
     widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
-    with torch.enable_grad() if wants_gradients else torch.no_grad(), widened, watched:
+    with torch.enable_grad() if wants_gradients else torch.no_grad(), widened, watched, deployed_epsilon(model, dtype):
         output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
         outputs = dict(flatten(output, is_array))
         gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
     if meta:
         return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
     return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients)
+
+
+@contextlib.contextmanager
+def deployed_epsilon(model: nn.Module, dtype: str | None) -> Iterator[None]:
+    """Let a norm whose epsilon is that of the machine keep, in a run in another dtype, that of the dtype it is deployed in."""
+    norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm) and m.eps is None] if dtype else []
+    # Half precision is normalised in float32.
+    deployed = torch.float64 if model_dtype(model) == "float64" else torch.float32
+    try:
+        for norm in norms:
+            norm.eps = torch.finfo(deployed).eps
+        yield
+    finally:
+        for norm in norms:
+            norm.eps = None
 
 
 def once(model: nn.Module, replaced: Mapping[str, Tensor]) -> dict[str, Tensor]:

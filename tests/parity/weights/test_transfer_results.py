@@ -240,7 +240,9 @@ def test_the_data_is_json_without_the_value():
         "decided_by": "rule",
         "shared": False,
     }
-    assert set(data) == {"plan", "ignored", "random", "ties", "lost_ties", "settings", "notes", "verified", "passed"}
+    assert set(data) == {
+        *("plan", "ignored", "random", "ties", "lost_ties", "settings", "alone", "notes", "verified", "passed")
+    }
 
 
 def test_a_result_is_frozen():

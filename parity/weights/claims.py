@@ -1,0 +1,254 @@
+"""By which names a leaf may be known on the other side, where the ledger says more than its own path does.
+
+A row may name arrays of layers inside its layer (`query.kernel`), cut one torch array into
+blocks for several of Flax (`in_proj_weight[q]`), and say that an array has no counterpart.
+All of it is used only where the other side asks for it, so that a model of the user's own
+that mirrors the names as they are is paired as it stands.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parity.weights import rules
+from parity.weights.leaf import Claim, Layer, Leaf
+from parity.weights.paths import Rename, join, split
+from parity.weights.rules import TORCH_NAMES, Alone, LeafRule, Rule, Side, rows_for
+
+Sides = tuple[Any, ...]
+
+
+def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
+    """The leaves, each with the layers further up whose rows name it."""
+    ruled = {layer.own_path: layer for layer in layers if rows_for(layer.kinds)}
+    return [replace(leaf, claims=tuple(claims_on(leaf, ruled))) for leaf in leaves]
+
+
+def claims_on(leaf: Leaf, ruled: Mapping[str, Layer]) -> list[Claim]:
+    owner, name = split(leaf.path)
+    found = []
+    while owner:
+        owner, last = split(owner)
+        name = join(last, name)
+        layer = ruled.get(owner)
+        names = (
+            {entry for rule in rows_for(layer.kinds) for leaf_ in rule.leaves for entry in (leaf_.torch, leaf_.flax)}
+            if layer
+            else ()
+        )
+        if layer and any(name == entry.partition("[")[0] for entry in names):
+            found.append(Claim(layer.path, name, layer.kinds))
+    return found
+
+
+def torch_names(kinds: tuple[str, ...], name: str, side: str) -> list[str]:
+    """What torch may call an array of a layer, likeliest first."""
+    if side == "torch":
+        return [name]
+    known = [entry.torch for rule in rows_for(kinds) for entry in rule.entries(name, "flax")]
+    return list(dict.fromkeys(known)) or [name if kinds else TORCH_NAMES.get(name, name)]
+
+
+def owners(leaf: Leaf) -> list[str]:
+    """The paths under which a leaf's layer may be known: torch's words, its own words, `layers` left out."""
+    own = split(leaf.path)[0]
+    found = [leaf.owner, own]
+    if not leaf.kinds:
+        # In a tree nothing tells an nnx.Sequential from a list that is called layers: any of them may be one.
+        parts = own.split(".")
+        numbered = [i for i, part in enumerate(parts[:-1]) if part == "layers" and parts[i + 1].isdigit()]
+        for count in range(1, len(numbered) + 1):
+            for gone in itertools.combinations(numbered, count):
+                found.append(".".join(part for i, part in enumerate(parts) if i not in gone))
+    return list(dict.fromkeys(found))
+
+
+def other_names(leaf: Leaf, side: str) -> list[str]:
+    """Further names of a leaf by the rows of its layer and of those further up: torch's for Flax, and Flax's for torch."""
+    found = []
+    for claim in (*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)):
+        if side == "flax":
+            found += [join(claim.owner, name) for name in torch_names(claim.kinds, claim.name, side)] if claim.kinds else []
+        else:
+            entries = [entry for rule in rows_for(claim.kinds) for entry in rule.entries(claim.name, "torch")]
+            found += [join(claim.owner, entry.flax) for entry in entries]
+    return found
+
+
+def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
+    """The names by which a source leaf looks for its counterpart, likeliest first."""
+    names = [join(owner, name) for owner in owners(leaf) for name in torch_names(leaf.kinds, leaf.name, side)]
+    # In a tree torch's name is a guess: it stands behind the leaf's own.
+    own_first = side == other or not leaf.kinds
+    found = [leaf.path, *names] if own_first else [*names, leaf.path]
+    return list(dict.fromkeys(found + (other_names(leaf, side) if side != other else [])))
+
+
+def reading(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> LeafRule | None:
+    """The entry of the ledger for a pair of leaves, None if it has none."""
+    return next(iter(readings(torch_leaf, flax_leaf, flax_layers)), None)
+
+
+def undecided(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> str:
+    """Why the layout of a pair of leaves is not certain, '' if it is: a setting decides, and no layer tells it."""
+    found = [entry for entry in readings(torch_leaf, flax_leaf, flax_layers) if entry.when]
+    if len({entry.layout for entry in found}) < 2:
+        return ""
+    ways = " or ".join(f"{entry.layout.name} ({entry.when[0]}={entry.when[1]})" for entry in found if entry.when)
+    return (
+        f"{torch_leaf.path} and {flax_leaf.path}: a setting of the Flax layer decides how the array is laid out, {ways}; "
+        "give the Flax model in place of the tree or file"
+    )
+
+
+def readings(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> list[LeafRule]:
+    """The entries of the ledger for a pair of leaves, as far as settings and shapes leave a choice."""
+    found = [
+        entry for entry in common(torch_leaf, flax_leaf) or lent(torch_leaf, flax_leaf) if holds(entry, flax_leaf, flax_layers)
+    ]
+    # A class of Flax may stand for several of torch, as nnx.Conv does: the shapes tell which.
+    fitting = [entry for entry in found if entry.layout.between(torch_leaf.shape, flax_leaf.shape)]
+    return fitting or found
+
+
+def common(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
+    """The entries of rows that name both leaves."""
+    return [
+        entry
+        for mine in views(torch_leaf)
+        for theirs in views(flax_leaf)
+        for rule in rows_for(mine.kinds)
+        for entry in rule.entries(mine.name, "torch")
+        if entry.flax == theirs.name and rule in rows_for(theirs.kinds)
+    ]
+
+
+def lent(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
+    """The entries that the row of one side's layer lends, where the other is a tree or a layer of the user's own.
+
+    A layer of the user's own that keeps the other framework's name keeps its layout too.
+    """
+    found: list[LeafRule] = []
+    sides: tuple[tuple[Side, Leaf, Leaf], ...] = (("torch", torch_leaf, flax_leaf), ("flax", flax_leaf, torch_leaf))
+    for side, leaf, other in sides:
+        for view in views(leaf) if not rows_for(other.kinds) else ():
+            found += [entry for rule in rows_for(view.kinds) for entry in rule.entries(view.name, side)]
+    # A block is the business of its row alone.
+    blocks = torch_leaf.name.partition("[")[1:]
+    found = [entry for entry in found if split(entry.torch)[1].partition("[")[1:] == blocks]
+    return [entry for entry in found if torch_leaf.name != flax_leaf.name or entry.torch == entry.flax]
+
+
+def views(leaf: Leaf) -> list[Claim]:
+    """A leaf as an array of its own layer, and of each layer that claims it."""
+    return [Claim(leaf.owner, leaf.name, leaf.kinds), *leaf.claims]
+
+
+def holds(entry: LeafRule, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> bool:
+    """Whether the Flax layer has the setting on which an entry depends; where no layer is known, it is taken to."""
+    if entry.when is None:
+        return True
+    name, value = entry.when
+    layer = flax_layers.get(split(flax_leaf.path)[0])
+    return layer is None or layer.settings(name) == value
+
+
+@dataclass
+class Apart:
+    """Leaves in the form in which they travel.
+
+    Attributes:
+        sources: without those that travel nowhere; cut where the other side wants blocks.
+        targets: likewise.
+        alone: what has no counterpart by its nature; one sentence each.
+        zeros: leaves of the target that get zeros.
+        aside: paths of what was left out, or stays as it is.
+        problems: what has no counterpart and may not be left out; one sentence each.
+    """
+
+    sources: list[Leaf]
+    targets: list[Leaf]
+    alone: list[str] = field(default_factory=list)
+    zeros: list[Leaf] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)
+
+
+def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Apart:
+    """Cut torch arrays into the blocks that Flax wants, and set aside what only torch has."""
+    apart = Apart(sources, targets)
+    if sides[0] == sides[1]:
+        return apart
+    if sides[0] == "torch":
+        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
+
+        def asked(leaf: Leaf) -> bool:
+            return any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
+
+        apart.sources = sorted_torch(sources, asked, apart, filled=False)
+    else:
+        wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
+
+        def asked(leaf: Leaf) -> bool:
+            return any(name in wanted for name in known_names(leaf, "torch"))
+
+        apart.targets = sorted_torch(targets, asked, apart, filled=True)
+    return apart
+
+
+def known_names(leaf: Leaf, side: str) -> list[str]:
+    names = [join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, side), leaf.name)]
+    return [leaf.path, *names, *other_names(leaf, side)]
+
+
+def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> list[Leaf]:
+    found: list[Leaf] = []
+    for leaf in leaves:
+        rows = rows_for(leaf.kinds) if leaf.kinds else rules.RULES
+        cut = blocks_of(leaf, rows, asked)
+        lonely = alone_in(leaf, rows)
+        if cut:
+            found += cut
+        elif lonely and not asked(leaf):
+            set_aside(leaf, lonely, apart, filled=filled)
+        else:
+            found.append(leaf)
+    return found
+
+
+def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
+    """The blocks of a leaf, if the other side asks for any of them."""
+    ways = {names for rule in rows for whole, names in rule.blocks() if whole == leaf.name}
+    for names in ways if leaf.shape else ():
+        if leaf.shape[0] % len(names) == 0:
+            blocks = leaf.cut(names)
+            if any(map(asked, blocks)):
+                return blocks
+    return ()
+
+
+def alone_in(leaf: Leaf, rows: list[Rule]) -> Alone | None:
+    """Why a leaf has no counterpart. In a tree a name says so only if it does in every row."""
+    found = [alone for rule in rows for alone in rule.alone if alone.torch == leaf.name]
+    if not leaf.kinds and any(rule.entries(leaf.name, "torch") for rule in rows):
+        return None
+    return found[0] if found else None
+
+
+def set_aside(leaf: Leaf, alone: Alone, apart: Apart, *, filled: bool) -> None:
+    """Tell of a leaf without counterpart, in the way that its row says."""
+    if alone.fate == "refused" or (alone.fate == "zero" and not filled and holds_values(leaf)):
+        apart.problems.append(f"{leaf.path} has no counterpart: {alone.because}")
+    elif alone.fate == "zero":
+        apart.aside.append(leaf.path)
+        apart.zeros += [leaf] if filled else []
+        apart.alone.append(f"{leaf.path} {'is filled with zeros' if filled else 'is all 0 and left out'}: {alone.because}")
+    else:
+        apart.aside.append(leaf.path)
+        apart.alone.append(f"{leaf.path} {'stays as it is' if filled else 'is left out'}: {alone.because}")
+
+
+def holds_values(leaf: Leaf) -> bool:
+    """Whether an array is anything but zeros; one that cannot be read is taken to be."""
+    return bool(leaf.unreadable) or bool((leaf.read() != 0).any())

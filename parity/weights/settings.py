@@ -1,0 +1,297 @@
+"""What must agree between two layers besides their arrays, and how each disagreement is told."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# Reads a setting of one layer by its name.
+Settings = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Agree:
+    """A setting that must be equal on both sides.
+
+    Attributes:
+        torch: its name in torch.
+        flax: its name in Flax.
+        convert: torch's value in Flax's terms; None if both mean the same.
+    """
+
+    torch: str
+    flax: str
+    convert: Callable[[Any], Any] | None = None
+
+    def __str__(self) -> str:
+        return self.torch if self.torch == self.flax else f"{self.torch}, {self.flax}"
+
+    def problems(self, torch: Settings, flax: Settings) -> list[str]:
+        """The disagreement in one sentence, if there is one."""
+        given, got = torch(self.torch), flax(self.flax)
+        wanted = self.convert(given) if self.convert else given
+        return [] if equal(wanted, got) else [told(self.torch, given, self.flax, got, wanted)]
+
+
+@dataclass(frozen=True)
+class Require:
+    """A setting of one side without which there is no counterpart on the other.
+
+    Attributes:
+        side: whose setting it is.
+        setting: its name.
+        equals: what it must be.
+        because: what would be lost, and what to do instead.
+        refuse: whether nothing may travel at all, rather than the disagreement be reported.
+    """
+
+    side: Literal["torch", "flax"]
+    setting: str
+    equals: Any
+    because: str
+    refuse: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.side}: {self.setting}={self.equals!r}"
+
+    def problems(self, torch: Settings, flax: Settings) -> list[str]:
+        """The disagreement in one sentence, if there is one."""
+        got = (torch if self.side == "torch" else flax)(self.setting)
+        if equal(self.equals, got):
+            return []
+        where, fix = ("torch", "") if self.side == "torch" else ("Flax", f"; set {self.setting}={self.equals!r}")
+        return [f"{self.setting}={got!r} in {where}, wanted {self.equals!r}: {self.because}{fix}"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What more than one setting of a side decides.
+
+    Attributes:
+        about: the settings in words, for the table of rules.
+        ask: the disagreements of two layers, one sentence each.
+        refuse: as in `Require`.
+    """
+
+    about: str
+    ask: Callable[[Settings, Settings], Iterable[str]]
+    refuse: bool = False
+
+    def __str__(self) -> str:
+        return self.about
+
+    def problems(self, torch: Settings, flax: Settings) -> list[str]:
+        """The disagreements, one sentence each."""
+        return list(self.ask(torch, flax))
+
+
+def told(torch_name: str, torch_value: Any, flax_name: str, flax_value: Any, wanted: Any) -> str:
+    return f"{torch_name}={torch_value!r} in torch, {flax_name}={flax_value!r} in Flax; set {flax_name}={wanted!r}"
+
+
+def equal(wanted: Any, got: Any) -> bool:
+    """Whether two settings are the same; 1 - 0.1 and 0.9 are."""
+    if type(wanted) is float and isinstance(got, float):
+        return math.isclose(wanted, got, rel_tol=1e-12)
+    return bool(wanted == got)
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def each(value: Any, count: int) -> tuple[Any, ...]:
+    """A setting for every spatial axis; None and a single number stand for all of them."""
+    if value is None or isinstance(value, int):
+        return (1 if value is None else value,) * count
+    return tuple(value)
+
+
+def strides_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both move their window alike."""
+    return per_axis("stride", "strides", torch, flax)
+
+
+def dilations_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both spread their kernel alike."""
+    return per_axis("dilation", "kernel_dilation", torch, flax)
+
+
+def per_axis(torch_name: str, flax_name: str, torch: Settings, flax: Settings) -> list[str]:
+    wanted, got = tuple(torch(torch_name)), flax(flax_name)
+    return [] if each(got, len(wanted)) == wanted else [told(torch_name, wanted, flax_name, got, wanted)]
+
+
+def padding_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether a convolution sees the same border on both sides, in numbers."""
+    mode, wanted = torch("padding_mode"), torch_padding(torch)
+    got = flax_padding(flax("padding"), tuple(torch("kernel_size")), tuple(torch("stride")), tuple(torch("dilation")))
+    if isinstance(got, tuple) and got == (mode, wanted):
+        return []
+    if not any(map(any, wanted)) and isinstance(got, tuple) and not any(map(any, got[1])):
+        return []
+    there = f"padding={torch('padding')!r}, padding_mode={mode!r}"
+    here = f"padding={flax('padding')!r}" + (f" ({got})" if isinstance(got, str) else f", that is {got[1]!r}")
+    return [f"{there} in torch, {here} in Flax; {way_out(mode, wanted, torch)}"]
+
+
+def way_out(mode: str, wanted: tuple[tuple[int, int], ...], torch: Settings) -> str:
+    """What to write in Flax for torch's padding."""
+    if mode == "zeros":
+        return f"set padding={wanted!r}"
+    named = {"circular": "CIRCULAR", "reflect": "REFLECT"}.get(mode)
+    sizes = tuple(torch("kernel_size")), tuple(torch("stride")), tuple(torch("dilation"))
+    if named and flax_padding(named, *sizes) == (mode, wanted):
+        return f"set padding={named!r}"
+    numpy_mode = {"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[mode]
+    pad = f"jnp.pad(x, ..., mode={numpy_mode!r})"
+    return f"nnx.Conv cannot pad so; pad its input by {pad} with {wanted!r} and set padding='VALID'"
+
+
+def torch_padding(torch: Settings) -> tuple[tuple[int, int], ...]:
+    """Low and high padding of each spatial axis of a torch convolution."""
+    padding, kernel, dilation = torch("padding"), torch("kernel_size"), torch("dilation")
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((p, p) for p in (each(0, len(kernel)) if padding == "valid" else padding))
+
+
+def flax_padding(
+    padding: Any, kernel: tuple[int, ...], strides: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[str, tuple[tuple[int, int], ...]] | str:
+    """The mode and numbers of a Flax padding, or why they are no fixed numbers."""
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation)]
+    if not isinstance(padding, str):
+        return "zeros", in_pairs(padding, len(kernel))
+    if padding == "VALID":
+        return "zeros", ((0, 0),) * len(kernel)
+    if padding == "CAUSAL":
+        return "zeros", tuple((total, 0) for total in totals)
+    if padding in ("CIRCULAR", "REFLECT"):
+        return padding.lower(), tuple((total // 2, total - total // 2) for total in totals)
+    if padding in ("SAME", "SAME_LOWER"):
+        if any(stride > 1 and total for stride, total in zip(strides, totals)):
+            return "at a stride above 1 its numbers depend on the input's size, and the larger half goes to one end"
+        low = [total // 2 if padding == "SAME" else total - total // 2 for total in totals]
+        return "zeros", tuple((lo, total - lo) for lo, total in zip(low, totals))
+    return "not known to the ledger"
+
+
+def in_pairs(padding: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Padding in numbers as low and high padding of each axis; one number stands for both ends."""
+    axes = (padding,) * count if isinstance(padding, int) else padding
+    return tuple((p, p) if isinstance(p, int) else (p[0], p[1]) for p in axes)
+
+
+def transposed_padding_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether a transposed convolution crops alike: what torch calls p is k - 1 - p in Flax, counted on the spread input."""
+    kernel, strides, dilation = tuple(torch("kernel_size")), tuple(torch("stride")), tuple(torch("dilation"))
+    sizes = zip(kernel, dilation, torch("padding"), torch("output_padding"))
+    wanted = tuple((d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in sizes)
+    got = flax_transposed_padding(flax("padding"), kernel, strides, dilation)
+    if got == wanted:
+        return []
+    meaning = "" if got is None else f", that is {got!r}"
+    there = f"padding={torch('padding')!r}, output_padding={torch('output_padding')!r}"
+    return [f"{there} in torch, padding={flax('padding')!r}{meaning} in Flax; set padding={wanted!r}"]
+
+
+def flax_transposed_padding(
+    padding: Any, kernel: tuple[int, ...], strides: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...] | None:
+    """The numbers of a Flax padding of a transposed convolution; None for a periodic one.
+
+    Source:
+        `_conv_transpose_padding` of jax.lax.
+    """
+    if not isinstance(padding, str):
+        return in_pairs(padding, len(kernel))
+    found = []
+    for k, s, d in zip(kernel, strides, dilation):
+        spread = d * (k - 1) + 1
+        total = spread + s - 2 + (max(spread - s, 0) if padding == "VALID" else 0)
+        low = spread - 1 if padding == "VALID" or s > spread - 1 else -(-total // 2)
+        found.append((low, total - low))
+    return tuple(found) if padding in ("SAME", "VALID") else None
+
+
+# ---------------------------------------------------------------- normalisation and attention
+
+
+def machine_epsilon(dtype: str | None) -> float:
+    """The epsilon that torch adds if none is given: that of float64, or of float32, in which half precision is computed."""
+    return 2.0**-52 if dtype == "float64" else 2.0**-23
+
+
+def rms_epsilon_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both add the same to the mean square; torch's None is the machine epsilon."""
+    given, got = torch("eps"), flax("epsilon")
+    wanted = machine_epsilon(torch("parameter dtype")) if given is None else given
+    if equal(float(wanted), float(got)):
+        return []
+    name = "eps=None (the machine epsilon)" if given is None else f"eps={given!r}"
+    return [f"{name} in torch, epsilon={got!r} in Flax; set epsilon={wanted!r}"]
+
+
+def momentum_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether running statistics move alike: torch's momentum is the share of the new, Flax's that of the old."""
+    given, got = torch("momentum"), flax("momentum")
+    if given is None:
+        return ["momentum=None in torch averages all batches alike, nnx.BatchNorm cannot; give torch a momentum"]
+    if math.isclose(1 - given, got, rel_tol=1e-9):
+        return []
+    return [told("momentum", given, "momentum", got, round(1 - given, 12))]
+
+
+def one_width_for_keys_and_values(torch: Settings, flax: Settings) -> list[str]:
+    """Whether keys and values come in one width, as Flax wants them."""
+    if torch("kdim") == torch("vdim"):
+        return []
+    return [
+        f"kdim={torch('kdim')} and vdim={torch('vdim')} in torch, but nnx.MultiHeadAttention has one in_kv_features for both; "
+        "write a module with four nnx.LinearGeneral of your own"
+    ]
+
+
+def attention_dropout_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether attention weights are dropped alike."""
+    found = Agree("dropout", "dropout_rate").problems(torch, flax)
+    if torch("dropout") and flax("broadcast_dropout"):
+        found.append("broadcast_dropout=True in Flax draws one mask for the whole batch; set broadcast_dropout=False")
+    return found
+
+
+# ---------------------------------------------------------------- recurrence
+
+
+def cell_agrees(torch_name: str, cell: str) -> Callable[[Settings, Settings], list[str]]:
+    """The check of a cell's functions, for a cell that stands by itself or inside the layer that runs it."""
+    kinds = {"GRU": ("GRUCell",), "LSTM": ("LSTMCell", "OptimizedLSTMCell"), "RNN": ("SimpleCell",)}
+    wanted_kinds = kinds[torch_name.removesuffix("Cell")]
+
+    def check(torch: Settings, flax: Settings) -> list[str]:
+        inner = flax(cell.rstrip(".")) if cell else None
+
+        def read(name: str) -> Any:
+            return getattr(inner, name, None) if cell else flax(name)
+
+        if cell and type(inner).__name__ not in wanted_kinds:
+            return [f"cell is a {type(inner).__name__} in Flax; torch.nn.{torch_name} needs {' or '.join(wanted_kinds)}"]
+        activation = torch("nonlinearity") or "tanh"
+        wanted = {"activation_fn": activation} | ({} if wanted_kinds == ("SimpleCell",) else {"gate_fn": "sigmoid"})
+        found = [
+            f"{name} is {getattr(read(name), '__name__', read(name))} in Flax, {function} in torch; set {name}={function}"
+            for name, function in wanted.items()
+            if getattr(read(name), "__name__", "") != function
+        ]
+        return found + (["residual=True in Flax adds the state once more; set residual=False"] if read("residual") else [])
+
+    return check
+
+
+def sequence_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both run over the same axis, forwards."""
+    found = []
+    if bool(torch("batch_first")) is bool(flax("time_major")):
+        found.append(told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first")))
+    return found + (["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else [])
