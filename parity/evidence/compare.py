@@ -60,14 +60,13 @@ def compare(
         seed=seed,
         gradients="gradients" in chosen,
     )
-    return climb(subject, chosen, ways, rename, strict)
+    return climb(subject, chosen, ways, strict)
 
 
 def climb(
     subject: Subject,
     levels: tuple[str, ...],
     modes: tuple[str, ...],
-    rename: Mapping[str, str] | None = None,
     strict: bool = False,
     spoil: bool = True,
 ) -> Report:
@@ -77,7 +76,6 @@ def climb(
         subject: the pair and its call.
         levels: in the ladder's order.
         modes: as in `compare`.
-        rename: as in `compare`.
         strict: as in `compare`.
         spoil: whether inputs that do not fit are tried too.
     """

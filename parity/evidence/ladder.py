@@ -20,7 +20,7 @@ from parity.evidence.numerics import (
     wide,
 )
 from parity.evidence.result import Finding, LevelResult
-from parity.evidence.subject import Subject, arrays_of, changed
+from parity.evidence.subject import Subject, changed
 from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair
 from parity.weights.paths import split
@@ -450,5 +450,3 @@ CLIMB: dict[str, Callable[..., LevelResult]] = {
     "native": native,
     "gradients": gradients,
 }
-
-__all__ = ["CLIMB", "arrays_of"]

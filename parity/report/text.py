@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from parity.evidence.result import PROVES
-
 if TYPE_CHECKING:
     from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
     from parity.weights.transfer import Transfer
@@ -170,8 +168,3 @@ def leaf_lines(leaf: "ArrayDiff") -> list[str]:
     if leaf.atol is not None:
         lines.append(f"    would pass at atol={leaf.atol:.3g}")
     return lines
-
-
-def proves(level: str) -> str:
-    """What a level shows, in one sentence."""
-    return PROVES[level]

@@ -268,21 +268,21 @@ def sync(path: Path) -> None:
     """Wait until a file, or every file of a folder, is on disk."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            flush(file)
 
 
 def sync_folder(path: Path) -> None:
     # Not every file system can; the file itself is on disk already.
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:
