@@ -9,7 +9,7 @@ from typing import Any
 from parity.errors import InputError, MissingFrameworkError
 
 # The module that a room needs, and the extra that brings it.
-NEEDS = {"torch": ("torch", "torch"), "nnx": ("flax", "flax")}
+NEEDS = {"torch": ("torch", "torch"), "nnx": ("flax", "flax"), "linen": ("flax", "flax")}
 # Rooms that own no models: they only read and write files.
 FILES = {"torch.files": ("torch", "torch"), "nnx.orbax": ("orbax.checkpoint", "flax")}
 
@@ -18,7 +18,7 @@ def load(room: str) -> ModuleType:
     """Import a room of this package.
 
     Args:
-        room: `torch`, `nnx`, `torch.files` or `nnx.orbax`.
+        room: `torch`, `nnx`, `linen`, `torch.files` or `nnx.orbax`.
 
     Raises:
         MissingFrameworkError: its framework is not installed.
@@ -50,8 +50,8 @@ def owner_of(value: Any, role: str) -> ModuleType:
     found = owner(value)
     if found is None:
         raise InputError(
-            f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, "
-            f"or the path of a checkpoint, got {describe(value)}"
+            f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, a parity.Linen "
+            f"or its variables, or the path of a checkpoint, got {describe(value)}"
         )
     return found
 
@@ -61,6 +61,8 @@ def describe(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__} itself; make an instance of it"
+    if any(f"{cls.__module__}.{cls.__qualname__}" == "flax.linen.module.Module" for cls in type(value).__mro__):
+        return f"the Linen module {kind} without its variables; give parity.Linen(module, variables)"
     if isinstance(value, dict) and value:
         key, entry = next(iter(value.items()))
         return f"a {kind} with {key!r}: {type(entry).__module__}.{type(entry).__qualname__} first"

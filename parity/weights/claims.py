@@ -21,25 +21,26 @@ Sides = tuple[Any, ...]
 
 def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
     """The leaves, each with the layers further up whose rows name it."""
-    ruled = {layer.own_path: layer for layer in layers if rows_for(layer.kinds)}
+    ruled = {path: layer for layer in layers if rows_for(layer.kinds) for path in (*layer.also, layer.path, layer.own_path)}
     return [replace(leaf, claims=tuple(claims_on(leaf, ruled))) for leaf in leaves]
 
 
 def claims_on(leaf: Leaf, ruled: Mapping[str, Layer]) -> list[Claim]:
-    owner, name = split(leaf.path)
     found = []
-    while owner:
-        owner, last = split(owner)
-        name = join(last, name)
-        layer = ruled.get(owner)
-        names = (
-            {entry for rule in rows_for(layer.kinds) for leaf_ in rule.leaves for entry in (leaf_.torch, leaf_.flax)}
-            if layer
-            else ()
-        )
-        if layer and any(name == entry.partition("[")[0] for entry in names):
-            found.append(Claim(layer.path, name, layer.kinds))
-    return found
+    for path in dict.fromkeys((split(leaf.path)[0], leaf.owner, *leaf.also)):
+        owner, name = path, leaf.name
+        while owner:
+            owner, last = split(owner)
+            name = join(last, name)
+            layer = ruled.get(owner)
+            names = (
+                {entry for rule in rows_for(layer.kinds) for leaf_ in rule.leaves for entry in (leaf_.torch, leaf_.flax)}
+                if layer
+                else ()
+            )
+            if layer and any(name == entry.partition("[")[0] for entry in names):
+                found.append(Claim(layer.path, name, layer.kinds))
+    return list(dict.fromkeys(found))
 
 
 def torch_names(kinds: tuple[str, ...], name: str, side: str) -> list[str]:
@@ -53,7 +54,7 @@ def torch_names(kinds: tuple[str, ...], name: str, side: str) -> list[str]:
 def owners(leaf: Leaf) -> list[str]:
     """The paths under which a leaf's layer may be known: torch's words, its own words, `layers` left out."""
     own = split(leaf.path)[0]
-    found = [leaf.owner, own]
+    found = [leaf.owner, own, *leaf.also]
     if not leaf.kinds:
         # In a tree nothing tells an nnx.Sequential from a list that is called layers: any of them may be one.
         parts = own.split(".")
@@ -209,12 +210,21 @@ def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart
         cut = blocks_of(leaf, rows, asked)
         lonely = alone_in(leaf, rows)
         if cut:
-            found += cut
+            found += [block for block in cut if not left_alone(block, rows, asked, apart, filled=filled)]
         elif lonely and not asked(leaf):
             set_aside(leaf, lonely, apart, filled=filled)
         else:
             found.append(leaf)
     return found
+
+
+def left_alone(block: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> bool:
+    """Whether a block has no counterpart by its nature; it is set aside then."""
+    lonely = alone_in(block, rows)
+    if lonely is None or asked(block):
+        return False
+    set_aside(block, lonely, apart, filled=filled)
+    return True
 
 
 def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:

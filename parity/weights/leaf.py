@@ -84,6 +84,8 @@ class Leaf:
         part: where it lies in the model's array, if it is only a part of that.
         claims: layers further up whose row names the array.
         from_file: whether it is read from a file.
+        also: further paths under which torch may know the layer, such as `layers.0` for Linen's `layers_0`.
+        by_name: whether only the layer's name tells `kinds`.
     """
 
     path: str
@@ -100,6 +102,8 @@ class Leaf:
     part: Part | None = None
     claims: tuple[Claim, ...] = ()
     from_file: bool = False
+    also: tuple[str, ...] = ()
+    by_name: bool = False
 
     @property
     def array_path(self) -> str:
@@ -137,12 +141,16 @@ class Layer:
         kinds: public names of its classes along the MRO.
         settings: its attributes.
         own_path: dotted path in the framework's own words.
+        also: as of a leaf.
+        by_name: as of a leaf; then it has no settings.
     """
 
     path: str
     kinds: tuple[str, ...]
     settings: Callable[[str], Any] = field(compare=False, repr=False)
     own_path: str = ""
+    also: tuple[str, ...] = ()
+    by_name: bool = False
 
 
 def gathered(arrays: list[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def add_rule(torch: Any, flax: Any, *entries: LeafRule | Alone | Agree | Require
         if not isinstance(entry, LeafRule | Alone | Agree | Require | Check)
     ]
     problems += contradictions(row)
-    if any((known.torch, known.flax) == (row.torch, row.flax) for known in RULES):
+    if any(known.torch == row.torch and row.flax in (known.flax, known.linen) for known in RULES):
         problems.append(f"there is a row for {row.torch} and {row.flax} already; derive a class of your own and name that")
     if problems:
         raise InputError(listed("add_rule", problems))
@@ -62,7 +62,7 @@ def public_name(layer: Any) -> str:
         return layer
     if not isinstance(layer, type):
         raise InputError(f"a layer is named by its class or its dotted name, got {layer!r}")
-    for inside, outside in (("torch.nn.modules", "torch.nn"), ("flax.nnx", "flax.nnx")):
+    for inside, outside in (("torch.nn.modules", "torch.nn"), ("flax.nnx", "flax.nnx"), ("flax.linen", "flax.linen")):
         if layer.__module__.startswith(inside):
             return f"{outside}.{layer.__name__}"
     return f"{layer.__module__}.{layer.__qualname__}"

@@ -71,7 +71,7 @@ def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ..
     if rows:
         return f"{leaf.path} belongs to a {leaf.kinds[0]}; what it is called on the other side, and its layout, is not certain"
     if leaf.kinds:
-        if leaf.kinds[0].startswith(("torch.nn.", "flax.nnx.")):
+        if leaf.kinds[0].startswith(("torch.nn.", "flax.nnx.", "flax.linen.")):
             return f"{leaf.path} belongs to a {leaf.kinds[0]}, for which no rule is known"
         # A parameter of a module of the user's own keeps its name and layout.
         return join(leaf.owner, leaf.name), AS_IS, ()

@@ -239,7 +239,8 @@ def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str
             f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {family.wanted(torch_leaf.shape)}, "
             f"but it has {flax_leaf.shape}{hint}"
         )
-    return Pair(source, target, layout if sides[0] == "torch" else layout.inverse(), "rule" if entry else "name")
+    decided_by: Literal["rule", "name"] = "rule" if entry and not flax_leaf.by_name else "name"
+    return Pair(source, target, layout if sides[0] == "torch" else layout.inverse(), decided_by)
 
 
 def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
@@ -375,9 +376,11 @@ def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Si
     told = Told([], [], [])
     if sides[0] == sides[1]:
         return told
-    other = {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1]}
+    other = {path: layer for layer in layers[1] for path in layer.also if not layer.by_name}
+    other |= {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1] if not layer.by_name}
     for layer in layers[0]:
-        names = [*(renames.apply(path)[0] for path in (layer.path, layer.own_path)), layer.path]
+        paths = (layer.path, layer.own_path, *layer.also)
+        names = [*(renames.apply(path)[0] for path in paths), layer.path, *layer.also] if not layer.by_name else []
         twin = next((other[name] for name in names if name in other), None)
         if twin:
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)

@@ -23,6 +23,21 @@ def natural(path: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)|[.]", path) if part]
 
 
+# More ways than these to write one path are not tried.
+MOST_SPELLINGS = 64
+
+
+def spellings(path: str) -> list[str]:
+    """Further ways to write the numbers in a path of Linen's: `layers_0` is torch's `layers.0`, or `0` in a Sequential."""
+    ways = [""]
+    for part in path.split("."):
+        head, _, number = part.rpartition("_")
+        numbered = head and number.isdigit()
+        found = [part, *([f"{head}.{number}"] if numbered else []), *([number] if numbered and head == "layers" else [])]
+        ways = [join(way, one) for way in ways for one in found][:MOST_SPELLINGS]
+    return ways[1:]
+
+
 def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
     """The candidates most like a path, best first; none if nothing is alike.
 

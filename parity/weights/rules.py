@@ -95,6 +95,11 @@ class Rule:
     alone: tuple[Alone, ...] = ()
     note: str = ""
 
+    @property
+    def linen(self) -> str:
+        """Public name of the Linen class that has the same arrays and settings, '' if there is none."""
+        return LINEN.get(self.flax, "")
+
     def to_dict(self) -> dict[str, object]:
         """The row for machines."""
         arrays = [
@@ -105,6 +110,7 @@ class Rule:
         return {
             "torch": self.torch,
             "flax": self.flax,
+            "linen": self.linen,
             "arrays": arrays,
             "alone": alone,
             "settings": settings,
@@ -116,9 +122,9 @@ class Rule:
         return [leaf for leaf in self.leaves if getattr(leaf, side) == name]
 
     def blocks(self) -> list[tuple[str, tuple[str, ...]]]:
-        """The torch arrays that the row cuts, each with the names of its blocks, once for each way of cutting."""
+        """The torch arrays that the row cuts, each with the names of its blocks: first those that only torch has."""
         found: dict[str, list[str]] = {}
-        for leaf in self.leaves:
+        for leaf in (*self.alone, *self.leaves):
             whole, bracket, name = leaf.torch.partition("[")
             if bracket and name[:-1] not in found.setdefault(whole, []):
                 found[whole].append(name[:-1])
@@ -284,6 +290,41 @@ def second_bias(torch: str, end: str) -> Alone:
     return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
 
 
+def gates_apart(torch: str, linen: str, end: str, cell: str) -> Rule:
+    """The row of a recurrent cell of Linen's, which has a dense layer for each gate, or of a layer that runs one.
+
+    Args:
+        torch: the torch class.
+        linen: the Linen class.
+        end: what torch puts behind the names of its arrays.
+        cell: where the cell stands in the Linen layer.
+    """
+    kind = torch.removesuffix("Cell")
+    gates = {"LSTM": tuple("ifgo"), "GRU": tuple("rzn"), "RNN": ("",)}[kind]
+    biased = "h" if kind == "LSTM" else "i"
+
+    def block(name: str, gate: str) -> str:
+        return f"{name}{end}[{gate}]" if gate else f"{name}{end}"
+
+    leaves = [LeafRule(block(f"weight_{s}h", g), f"{cell}{s}{g}.kernel", TRANSPOSED) for s in "ih" for g in gates]
+    leaves += [LeafRule(block("bias_ih", gate), f"{cell}{biased}{gate}.bias") for gate in gates]
+    alone: tuple[Alone, ...] = (second_bias(torch, end),)
+    if kind == "GRU":
+        leaves.append(LeafRule(f"bias_hh{end}[n]", f"{cell}hn.bias"))
+        fold = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        why = "Flax has one bias in this gate, and the rounded sum of two would be another function"
+        alone = tuple(
+            Alone(f"bias_hh{end}[{gate}]", f"{why}; {fold}; in training torch moves both biases", "zero") for gate in "rz"
+        )
+    return Rule(f"torch.nn.{torch}", f"flax.linen.{linen}", tuple(leaves), recurrent_settings(torch, cell), alone)
+
+
+LINEN_CELLS = (
+    ("GRUCell", "GRUCell"),
+    ("LSTMCell", "LSTMCell"),
+    ("LSTMCell", "OptimizedLSTMCell"),
+    ("RNNCell", "SimpleCell"),
+)
 PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
 
 RULES: list[Rule] = [
@@ -383,7 +424,22 @@ RULES += [
     gated("GRU", "RNN", "_l0", "cell.", dense_bias="dense_i"),
     gated("LSTM", "RNN", "_l0", "cell.", dense_bias="dense_h", split="ifgo"),
     gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
+    *(gates_apart(torch, cell, "", "") for torch, cell in LINEN_CELLS),
+    *(gates_apart(torch, "RNN", "_l0", "cell.") for torch in ("GRU", "LSTM", "RNN")),
 ]
+
+# What Linen calls a layer whose arrays and settings are those of NNX.
+LINEN = {
+    "flax.nnx.Linear": "flax.linen.Dense",
+    "flax.nnx.MultiHeadAttention": "flax.linen.MultiHeadDotProductAttention",
+    **{
+        f"flax.nnx.{name}": f"flax.linen.{name}"
+        for name in (
+            *("Embed", "Dropout", "Conv", "ConvTranspose", "PReLU"),
+            *("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm"),
+        )
+    },
+}
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
@@ -392,7 +448,7 @@ TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 def rows_for(kinds: tuple[str, ...]) -> list[Rule]:
     """The rows of the nearest class along an MRO, torch's or Flax's; a class of one side may have several of the other."""
     for kind in kinds:
-        found = [rule for rule in RULES if kind in (rule.torch, rule.flax)]
+        found = [rule for rule in RULES if kind in (rule.torch, rule.flax, rule.linen)]
         if found:
             return found
     return []

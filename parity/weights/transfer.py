@@ -13,7 +13,7 @@ from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
 from parity.weights.files import count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
-from parity.weights.leaf import gathered
+from parity.weights.leaf import Leaf, gathered
 from parity.weights.pairing import Pair, Pairing, pair
 
 
@@ -162,7 +162,7 @@ def transfer(
     problems = pairing.problems + dtype_problems(pairing, cast)
     problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
     arriving = {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}
-    problems += tuple(pairing.target.refusals(target, arriving | {leaf.path: leaf.dtype for leaf in pairing.zeros}))
+    problems += tuple(pairing.target.refusals(target, arriving | {leaf.array_path: leaf.dtype for leaf in pairing.zeros}))
     if not pairing.pairs and not problems:
         problems = ("neither side has parameters that could travel",)
     sent = Sent(pairing, dtypes, copy, progress)
@@ -208,18 +208,20 @@ class Sent(Mapping[str, Any]):
         self.pairs: dict[str, list[Pair]] = {}
         for p in pairing.pairs:
             self.pairs.setdefault(p.target.array_path, []).append(p)
-        self.zeros = {leaf.path: leaf for leaf in pairing.zeros}
+        self.zeros: dict[str, list[Leaf]] = {}
+        for leaf in pairing.zeros:
+            self.zeros.setdefault(leaf.array_path, []).append(leaf)
         self.asked, self.notes = dict[str, int](), dict[str, str]()
 
     def __getitem__(self, path: str) -> Any:
-        if path in self.zeros:
-            made = np.zeros(self.zeros[path].shape, numpy_dtype(self.zeros[path].dtype))
-            self.told(path, [], path)
-            return made
-        pairs = self.pairs[path]
+        pairs, zeros = self.pairs.get(path, []), self.zeros.get(path, [])
         arrays = [(p.target, travelled(p, self.dtypes[p.target.path], self.copy)) for p in pairs]
-        self.told(path, [(p, array) for p, (_, array) in zip(pairs, arrays, strict=True)], pairs[0].source.path)
-        return gathered(arrays)[path]
+        self.told(path, [(p, array) for p, (_, array) in zip(pairs, arrays)], pairs[0].source.path if pairs else path)
+        empty = [
+            (leaf, np.zeros(leaf.shape, numpy_dtype(self.dtypes[pairs[0].target.path] if pairs else leaf.dtype)))
+            for leaf in zeros
+        ]
+        return gathered(arrays + empty)[path]
 
     def told(self, path: str, arrived: list[tuple[Pair, Any]], name: str) -> None:
         """Note what is in an array that is asked for the first time, and tell of its bytes."""
@@ -235,16 +237,15 @@ class Sent(Mapping[str, Any]):
 
     def bytes(self, path: str) -> int:
         """The size of an array on arrival."""
-        if path in self.zeros:
-            leaf = self.zeros[path]
-            return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
-        return sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs[path])
+        sent = sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs.get(path, ()))
+        zeros = self.zeros.get(path, ())
+        return sent + sum(int(np.prod(z.shape, dtype=np.int64)) * numpy_dtype(z.dtype).itemsize for z in zeros)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.pairs, *self.zeros])
+        return iter(dict.fromkeys((*self.pairs, *self.zeros)))
 
     def __len__(self) -> int:
-        return len(self.pairs) + len(self.zeros)
+        return len(self.pairs.keys() | self.zeros)
 
 
 def check_arrived(pairing: Pairing, value: Any, sent: Mapping[str, np.ndarray]) -> None:

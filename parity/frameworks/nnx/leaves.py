@@ -262,6 +262,10 @@ def place(target: Any) -> Any:
 
 def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
     """Why a module or state cannot take arrays of these dtypes, by path; one sentence each."""
+    return wide_refusals(dtypes)
+
+
+def wide_refusals(dtypes: Mapping[str, str]) -> list[str]:
     wide = [path for path, dtype in dtypes.items() if dtype in ("float64", "int64", "uint64", "complex128")]
     if not wide or jax.config.jax_enable_x64:
         return []
@@ -274,5 +278,9 @@ def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
 
 def model_dtype(model: Any) -> str | None:
     """The dtype of the floating point parameters, None if there are none."""
-    floats = [leaf.dtype for leaf in leaves(model) if leaf.role == "parameter" and "float" in leaf.dtype]
+    return model_dtype_of(leaves(model))
+
+
+def model_dtype_of(found: list[Leaf]) -> str | None:
+    floats = [leaf.dtype for leaf in found if leaf.role == "parameter" and "float" in leaf.dtype]
     return floats[0] if floats else None
