@@ -83,6 +83,8 @@ def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
     # In a tree torch's name is a guess: it stands behind the leaf's own.
     own_first = side == other or not leaf.kinds
     found = [leaf.path, *names] if own_first else [*names, leaf.path]
+    # A path may hold more than the layer's and the array's name: Linen's collection.
+    found += [join(owner, leaf.name) for owner in owners(leaf)] if side == "flax" else []
     return list(dict.fromkeys(found + (other_names(leaf, side) if side != other else [])))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from parity.errors import InputError
 from parity.weights.leaf import DTYPES, Leaf
-from parity.weights.paths import split
+from parity.weights.paths import spellings, split
 
 Side = Literal["torch", "flax"]
 
@@ -101,13 +101,18 @@ def make_leaf(
 def flax_leaf(
     keys: tuple[str, ...], shape: tuple[int, ...], dtype: str, identity: Hashable, read: Callable[[], np.ndarray]
 ) -> Leaf:
-    """A leaf of a file of Flax's: a collection in front and `value` behind are no part of the layer's name."""
-    leaf = make_leaf(".".join(keys), shape, dtype, identity, read)
+    """A leaf of a file of Flax's."""
+    return in_flax_words(make_leaf(".".join(keys), shape, dtype, identity, read), keys)
+
+
+def in_flax_words(leaf: Leaf, keys: tuple[str, ...]) -> Leaf:
+    """The leaf of a file whose names are Flax's: a collection in front and `value` behind are no part of the layer's name."""
     inner = keys[1:] if keys[0] in COLLECTIONS and len(keys) > 1 else keys
     if len(inner) > 1 and inner[-1] == "value":
         # nnx.State as Orbax writes it.
         inner = inner[:-1]
-    return dataclasses.replace(leaf, owner=".".join(inner[:-1]), name=inner[-1])
+    owner = ".".join(inner[:-1])
+    return dataclasses.replace(leaf, owner=owner, name=inner[-1], also=tuple(spellings(owner)))
 
 
 def side_of(names: Iterable[str], metadata: Mapping[str, str]) -> tuple[Side, str]:

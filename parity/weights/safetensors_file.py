@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parity.errors import InputError, listed
-from parity.weights.files import Contents, Mapped, Slot, looks_like, make_leaf, once, put, side_of, size_of, sync
+from parity.weights.files import Contents, Mapped, Slot, in_flax_words, looks_like, make_leaf, once, put, side_of, size_of, sync
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import natural
 
@@ -59,7 +59,10 @@ def contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Co
     side, why = side_of(found, metadata)
     rest = {key: value for key, value in metadata.items() if key not in tied}
     notes = (f"{path.name}: the names are {'PyTorch' if side == 'torch' else 'Flax'}'s, {why}",)
-    return Contents(tuple(found[name] for name in sorted(found, key=natural)), side, rest, notes)
+    leaves = [found[name] for name in sorted(found, key=natural)]
+    if side == "flax":
+        leaves = [in_flax_words(leaf, tuple(leaf.path.split("."))) for leaf in leaves]
+    return Contents(tuple(leaves), side, rest, notes)
 
 
 def tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:

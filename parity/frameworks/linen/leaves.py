@@ -1,6 +1,6 @@
 """Linen models and variables as leaves and layers, and how new ones are made."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,25 @@ def is_model(value: Any) -> bool:
 
 
 def owns(value: Any) -> bool:
-    """Whether `value` is a `parity.Linen`, or variables: a tree of mappings with jax arrays in it, or their shapes."""
-    return is_model(value) or (isinstance(value, Mapping) and bool(value) and all(map(is_branch, value.values())))
+    """Whether `value` is a `parity.Linen`, or variables: a tree of mappings with arrays in it, of jax or in collections."""
+    if is_model(value) or not isinstance(value, Mapping) or not value:
+        return is_model(value)
+    arrays = list(branches(value))
+    known = any(name in COLLECTIONS for name in value) or any(isinstance(a, JAX) for a in arrays)
+    return known and all(isinstance(a, JAX) or type(a).__module__ == "numpy" for a in arrays)
 
 
-def is_branch(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) for key in value) and all(map(is_branch, value.values()))
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct | meta.AxisMetadata) or type(value).__module__ == "numpy"
+# What a tree has in the place of an array; boxes such as `nn.Partitioned` hold one.
+JAX = (jax.Array, jax.ShapeDtypeStruct, meta.AxisMetadata)
+
+
+def branches(tree: Mapping[Any, Any]) -> Iterator[Any]:
+    """What a tree of mappings holds."""
+    for value in tree.values():
+        if isinstance(value, Mapping):
+            yield from branches(value)
+        else:
+            yield value
 
 
 def kinds(model: Any) -> tuple[str, ...]:

@@ -422,7 +422,7 @@ ARGUMENTS = {
     "number": (3, "got int"),
     "empty-dict": ({}, "got dict"),
     "checkpoint": ({"model": {"w": torch.ones(2)}, "epoch": 3}, "got a dict with 'model': "),
-    "linen": ({"params": {"kernel": jnp.ones(2)}}, "got a dict with 'params': "),
+    "no-variables": ({"params": {"kernel": "text"}}, "got a dict with 'params': "),
     "numpy": ({"w": np.ones(2)}, "got a dict with 'w': numpy.ndarray first"),
     "optimizer": (torch.optim.SGD([torch.ones(1)], 0.1), "got torch.optim.sgd.SGD"),
 }
