@@ -442,7 +442,7 @@ LINEN = {
 }
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
-TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 
 
 def rows_for(kinds: tuple[str, ...]) -> list[Rule]:

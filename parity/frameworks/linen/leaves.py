@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax.core import meta
 
 from parity.frameworks.linen.structure import Part, other_words, part_by_name
-from parity.frameworks.nnx.leaves import batches, copied_arrays, make_leaf, model_dtype_of, shared_arrays, wide_refusals
+from parity.frameworks.nnx.leaves import make_leaf, model_dtype_of, place, received, wide_refusals
 from parity.linen import Linen
 from parity.weights.files import COLLECTIONS
-from parity.weights.leaf import Layer, Leaf, Role, Shared
+from parity.weights.leaf import Layer, Leaf, Role
 from parity.weights.paths import natural
 
 NAME = "flax"
@@ -178,12 +178,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """
     variables = variables_of(value)
     targets = {".".join(keys): array for keys, array in flat(variables).items()}
-    new, done = dict[str, Any](), set[str]()
-    for batch in batches(arrays):
-        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, targets)
-        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
-        new |= lent
-        done |= shared
+    new, done = received(arrays, {path: place(targets[path]) for path in arrays})
 
     def put(keys: Any, old: Any) -> Any:
         path = ".".join(map(key_name, keys))

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from parity.errors import InputError, first_line
 from parity.evidence.trees import mapped
-from parity.frameworks.nnx.running import Slot
+from parity.frameworks.jax.running import Slot
 from parity.weights.files import COLLECTIONS
 from parity.weights.leaf import DTYPES
 from parity.weights.paths import spellings

@@ -1,9 +1,16 @@
 """Flax NNX in the words of this package: the door of its room."""
 
+from parity.frameworks.jax.arrays import is_array as is_array
+from parity.frameworks.jax.arrays import unreadable as unreadable
+from parity.frameworks.jax.running import cached_functional as cached_functional
+from parity.frameworks.jax.running import environment as environment
+from parity.frameworks.jax.running import gpu_missing as gpu_missing
+from parity.frameworks.jax.running import on_device as on_device
+from parity.frameworks.jax.running import pinned as pinned
+from parity.frameworks.jax.running import x64_enabled as x64_enabled
 from parity.frameworks.nnx.capture import capture as capture
 from parity.frameworks.nnx.leaves import NAME as NAME
 from parity.frameworks.nnx.leaves import fill as fill
-from parity.frameworks.nnx.leaves import is_array as is_array
 from parity.frameworks.nnx.leaves import is_model as is_model
 from parity.frameworks.nnx.leaves import kinds as kinds
 from parity.frameworks.nnx.leaves import layers as layers
@@ -14,24 +21,9 @@ from parity.frameworks.nnx.leaves import parts as parts
 from parity.frameworks.nnx.leaves import place as place
 from parity.frameworks.nnx.leaves import refusals as refusals
 from parity.frameworks.nnx.leaves import to_numpy as to_numpy
-from parity.frameworks.nnx.leaves import unreadable as unreadable
 from parity.frameworks.nnx.leaves import walk as walk
-from parity.frameworks.nnx.running import QUICK as QUICK
-from parity.frameworks.nnx.running import Arguments as Arguments
-from parity.frameworks.nnx.running import apply as apply
-from parity.frameworks.nnx.running import cached_functional as cached_functional
-from parity.frameworks.nnx.running import cast as cast
 from parity.frameworks.nnx.running import draws as draws
-from parity.frameworks.nnx.running import environment as environment
 from parity.frameworks.nnx.running import evaluate as evaluate
-from parity.frameworks.nnx.running import exact as exact
-from parity.frameworks.nnx.running import functional as functional
-from parity.frameworks.nnx.running import gpu_missing as gpu_missing
-from parity.frameworks.nnx.running import joined as joined
-from parity.frameworks.nnx.running import on_device as on_device
 from parity.frameworks.nnx.running import output_dtypes as output_dtypes
-from parity.frameworks.nnx.running import pinned as pinned
-from parity.frameworks.nnx.running import platform as platform
 from parity.frameworks.nnx.running import problems_before_running as problems_before_running
 from parity.frameworks.nnx.running import raises as raises
-from parity.frameworks.nnx.running import x64_enabled as x64_enabled

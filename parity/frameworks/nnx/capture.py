@@ -11,8 +11,10 @@ from flax import nnx
 
 from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.trees import flatten, mapped
-from parity.frameworks.nnx.leaves import is_array, walk
-from parity.frameworks.nnx.running import QUICK, Arguments, Slot, pinned, platform, prepare
+from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.running import QUICK, Arguments, Slot, pinned, platform
+from parity.frameworks.nnx.leaves import walk
+from parity.frameworks.nnx.running import prepare
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from parity.errors import InputError
+from parity.frameworks.jax.arrays import unreadable
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 
 NAME = "flax"
@@ -21,23 +22,6 @@ def is_model(value: Any) -> bool:
 def owns(value: Any) -> bool:
     """Whether `value` is a module or a state."""
     return is_model(value) or isinstance(value, nnx.State)
-
-
-def is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
-
-
-def unreadable(array: Any) -> str:
-    """Why an array has no values that NumPy could hold, '' if it has."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return "is abstract and holds no values; it can be a target of transfer, not a source"
-    if isinstance(array, jax.core.Tracer):
-        return "is being traced and holds no values; call outside jit, grad and vmap"
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return "is spread over several machines and cannot be read from one of them"
-    if not isinstance(array, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-        return f"holds a {type(array).__name__}, not an array; leave it out with ignore"
-    return ""
 
 
 def to_numpy(array: Any) -> np.ndarray:
@@ -179,12 +163,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
             for keys, leaf in nnx.to_flat_state(value)
         }
         variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
-    new, done = dict[str, Any](), set[str]()
-    for batch in batches(arrays):
-        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, variables)
-        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
-        new |= lent
-        done |= shared
+    new, done = received(arrays, {path: place(content(variables[path])) for path in arrays})
     for path, variable in variables.items():
         if path in new and isinstance(variable, nnx.Variable):
             variable.set_value(new[path])
@@ -194,6 +173,17 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     for keys, leaf in flat.items():
         flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(str, keys)), leaf)
     return nnx.from_flat_state(flat), done
+
+
+def received(arrays: Mapping[str, Any], places: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Arrays of jax's own by path, each where it belongs, and the paths whose memory is shared."""
+    new, done = dict[str, Any](), set[str]()
+    for batch in batches(arrays):
+        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, places)
+        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
+        new |= lent
+        done |= shared
+    return new, done
 
 
 # Bytes that jax copies in one call: enough for its threads, little beside a model.
@@ -224,14 +214,13 @@ def seed_abstract(variables: Mapping[str, Any]) -> None:
             variable.set_value(seeded if isinstance(variable, nnx.RngKey) else jnp.zeros(state.shape, state.dtype))
 
 
-def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> dict[str, Any]:
+def copied_arrays(arrays: Mapping[str, np.ndarray], places: Mapping[str, Any]) -> dict[str, Any]:
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
     # here. What is strided it must copy itself, and one call for all of them is the fastest.
     own = {
         path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
     }
-    places = {path: place(content(targets[path])) for path in own}
-    return jax.block_until_ready(jax.device_put(own, places))
+    return jax.block_until_ready(jax.device_put(own, {path: places[path] for path in own}))
 
 
 def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:

@@ -1,0 +1,1 @@
+"""What Flax NNX and Flax Linen have in common: jax."""

@@ -1,0 +1,77 @@
+"""Letting a Flax model run in float64 although it asks for the dtype in which it is deployed."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives
+
+
+class Widening(threading.local):
+    """The dtypes to which this thread's float64 run must not be cut; empty outside of such a run."""
+
+    kept_from: tuple[Any, ...] = ()
+
+
+WIDENING = Widening()
+
+# How many threads are inside; jax is left as it was found when the last one leaves.
+INSIDE: list[None] = []
+
+LOCK = threading.Lock()
+
+# Operations by which a model asks for a dtype, and the name of the parameter that says which.
+CASTS = {
+    primitives.convert_element_type_p: "new_dtype",
+    primitives.dot_general_p: "preferred_element_type",
+    primitives.conv_general_dilated_p: "preferred_element_type",
+}
+
+
+@contextlib.contextmanager
+def widened(deployed: str, dtype: str | None) -> Iterator[None]:
+    """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
+
+    Where the model is deployed such a cast does nothing: `jax.nn.dot_product_attention` computes
+    its softmax in float32 whatever it is given. A cast to a narrower dtype rounds there too, and stays.
+
+    Args:
+        deployed: the dtype of the model's parameters.
+        dtype: of the run.
+    """
+    if dtype != "float64" or deployed == "float64":
+        yield
+        return
+    with LOCK:
+        INSIDE.append(None)
+        for primitive, name in CASTS.items() if len(INSIDE) == 1 else ():
+            primitive.bind = widening_bind(primitive.bind, name)
+    before, WIDENING.kept_from = WIDENING.kept_from, (jnp.dtype(deployed), jnp.dtype("float32"))
+    try:
+        # Functions that jax traced before under another setting are not found again, nor these by others:
+        # "float32" means what "highest" means, but is kept apart.
+        with jax.default_matmul_precision("float32"):
+            yield
+    finally:
+        WIDENING.kept_from = before
+        with LOCK:
+            INSIDE.pop()
+            for primitive in CASTS if not INSIDE else ():
+                # The method of the class shows again.
+                del primitive.bind
+
+
+def widening_bind(bind: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(bind)
+    def bound(*operands: Any, **parameters: Any) -> Any:
+        wide = any(getattr(operand, "dtype", None) == np.float64 for operand in operands)
+        if WIDENING.kept_from and wide and parameters.get(name) in WIDENING.kept_from:
+            parameters[name] = np.dtype(np.float64)
+        return bind(*operands, **parameters)
+
+    return bound
