@@ -30,7 +30,7 @@ def compare(
 
     Args:
         torch_model: a `torch.nn.Module` in eval mode. Canonical: what it does is right.
-        flax_model: an `nnx.Module` in eval mode.
+        flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
         args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
         kwargs: keyword arguments for both.
         levels: names out of `weights`, `structure`, `wiring`, `identical`, `native`, `gradients`;

@@ -21,7 +21,6 @@ from parity.evidence.numerics import (
 )
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
-from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair
 from parity.weights.paths import split
 
@@ -395,19 +394,29 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
         if not names:
             continue
         if any(name not in wide_run for name in names):
-            missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no nnx.Param"))
+            missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no parameter"))
             continue
-        native_gradient = in_torch(path, pairs, names, native_run) if all(name in native_run for name in names) else None
-        found.append((path, in_torch(path, pairs, names, wide_run), oracle, native_gradient))
+        native_gradient = None
+        if all(name in native_run for name in names):
+            native_gradient = in_torch(path, pairs, names, native_run, subject.torch_native.gradients[path])
+        found.append((path, in_torch(path, pairs, names, wide_run, oracle), oracle, native_gradient))
     return missing, found
 
 
-def in_torch(path: str, pairs: list[Pair], names: list[str], gradients: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Flax's gradient in torch's layout; that of an array of which Flax has the blocks is put together."""
+def in_torch(
+    path: str, pairs: list[Pair], names: list[str], gradients: Mapping[str, np.ndarray], own: np.ndarray
+) -> np.ndarray:
+    """Flax's gradient in torch's layout; that of an array of which Flax has the blocks is put together.
+
+    A block that only torch has, such as a second bias, stays torch's own: there is nothing to compare it with.
+    """
     if not pairs:
         return gradients[path]
-    blocks = [(p.source, p.layout.inverse().apply(gradients[name])) for p, name in zip(pairs, names, strict=True)]
-    return gathered(blocks)[path]
+    blocks = [(p.source.part, p.layout.inverse().apply(gradients[name])) for p, name in zip(pairs, names, strict=True)]
+    whole = own.astype(blocks[0][1].dtype)
+    for part, block in blocks:
+        (part.of(whole) if part else whole)[...] = block
+    return whole
 
 
 def gradient_scales(subject: Subject) -> dict[str, float]:

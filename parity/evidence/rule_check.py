@@ -12,6 +12,7 @@ from parity.errors import DivergenceError, InputError, TransferError, listed
 from parity.evidence.compare import compare
 from parity.evidence.numerics import same_bits
 from parity.evidence.result import Report
+from parity.evidence.subject import as_call, flax_room
 from parity.frameworks import describe, load
 from parity.weights.rules import row_of
 from parity.weights.transfer import numpy_dtype, transfer
@@ -67,7 +68,7 @@ def check_rule(
 
     Args:
         torch_layer: a `torch.nn.Module` in eval mode.
-        flax_layer: its counterpart in eval mode, set to compute the same.
+        flax_layer: its counterpart in eval mode, set to compute the same; of Linen's a `parity.Linen`.
         args: inputs for both; without any, only the way there and back is tried.
         kwargs: keyword arguments for both.
         seed: of the random numbers.
@@ -79,10 +80,12 @@ def check_rule(
         InputError: the layers are no modules, or the ledger has no row for them.
         MissingFrameworkError: a framework is not installed.
     """
-    rooms = load("torch"), load("nnx")
+    rooms = load("torch"), flax_room(flax_layer)
     for room, layer in zip(rooms, (torch_layer, flax_layer)):
         if not room.is_model(layer):
-            raise InputError(f"check_rule takes a torch.nn.Module and a flax.nnx.Module, got {describe(layer)}")
+            raise InputError(
+                f"check_rule takes a torch.nn.Module and a flax.nnx.Module or a parity.Linen, got {describe(layer)}"
+            )
     row = row_of(rooms[0].kinds(torch_layer), rooms[1].kinds(flax_layer))
     if row is None:
         raise InputError(
@@ -90,10 +93,13 @@ def check_rule(
         )
     name = f"{row.torch} <-> {row.flax}"
     source, target, back = copy.deepcopy(torch_layer), copy.deepcopy(flax_layer), copy.deepcopy(torch_layer)
+    target = rooms[1].with_call(target, as_call(source, args, kwargs or {}))
     randomise(rooms[0], source, seed)
     randomise(rooms[0], back, seed + 1)
     try:
         there = transfer(source, target)
+        # A Linen model is not filled in place.
+        target = there.value
         transfer(target, back)
     except TransferError as error:
         return RuleCheck(name, 0, error.problems, None)

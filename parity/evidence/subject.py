@@ -26,7 +26,7 @@ class Subject:
 
     Args:
         torch_model: a `torch.nn.Module` in eval mode.
-        flax_model: an `nnx.Module` in eval mode.
+        flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
         args: positional arguments for both, arrays of any framework or NumPy.
         kwargs: keyword arguments for both.
         rename: as in `parity.transfer`.
@@ -54,12 +54,12 @@ class Subject:
         native_gradients: bool = True,
         pins_checked: bool = False,
     ):
-        self.torch, self.flax = load("torch"), load("nnx")
+        self.torch, self.flax = load("torch"), flax_room(flax_model)
         problems = argument_problems(kwargs, seed)
         if not self.torch.is_model(torch_model):
             problems.append(f"the first model must be a torch.nn.Module, got {described(torch_model, self)}")
         if not self.flax.is_model(flax_model):
-            problems.append(f"the second model must be a flax.nnx.Module, got {described(flax_model, self)}")
+            problems.append(f"the second model must be a flax.nnx.Module or a parity.Linen, got {described(flax_model, self)}")
         if problems:
             raise InputError(listed("cannot compare", problems))
         self.torch_model, self.flax_model, self.seed, self.gradients = torch_model, flax_model, seed, gradients
@@ -67,12 +67,15 @@ class Subject:
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
         self.call = as_call(torch_model, args, kwargs)
+        self.flax_model = self.flax.with_call(flax_model, self.call)
         problems += self.torch.problems_before_running(torch_model)
-        problems += self.flax.problems_before_running(flax_model)
+        problems += self.flax.problems_before_running(self.flax_model)
         problems += self.dtype_problems()
         if problems:
             raise InputError(listed("cannot compare", problems))
-        self.pairing: Pairing = pair(torch_model, flax_model, rename=rename, ignore=ignore, names=("torch model", "Flax model"))
+        self.pairing: Pairing = pair(
+            torch_model, self.flax_model, rename=rename, ignore=ignore, names=("torch model", "Flax model")
+        )
 
     @cached_property
     def dtype(self) -> str:
@@ -283,6 +286,12 @@ def argument_problems(kwargs: Any, seed: Any) -> list[str]:
     if not isinstance(seed, int) or seed < 0:
         found.append(f"seed must be a whole number, at least 0, got {seed!r}")
     return found
+
+
+def flax_room(flax_model: Any) -> ModuleType:
+    """The room that owns a Flax model; that of NNX for what no room owns."""
+    found = owner(flax_model)
+    return found if found is not None and found.NAME == "flax" else load("nnx")
 
 
 def described(value: Any, subject: Subject) -> str:

@@ -2,6 +2,12 @@
 
 from parity.frameworks.jax.arrays import is_array as is_array
 from parity.frameworks.jax.arrays import unreadable as unreadable
+from parity.frameworks.jax.running import environment as environment
+from parity.frameworks.jax.running import gpu_missing as gpu_missing
+from parity.frameworks.jax.running import on_device as on_device
+from parity.frameworks.jax.running import pinned as pinned
+from parity.frameworks.jax.running import x64_enabled as x64_enabled
+from parity.frameworks.linen.capture import capture as capture
 from parity.frameworks.linen.leaves import NAME as NAME
 from parity.frameworks.linen.leaves import fill as fill
 from parity.frameworks.linen.leaves import is_model as is_model
@@ -11,6 +17,12 @@ from parity.frameworks.linen.leaves import leaves as leaves
 from parity.frameworks.linen.leaves import model_dtype as model_dtype
 from parity.frameworks.linen.leaves import owns as owns
 from parity.frameworks.linen.leaves import refusals as refusals
+from parity.frameworks.linen.running import draws as draws
+from parity.frameworks.linen.running import evaluate as evaluate
+from parity.frameworks.linen.running import output_dtypes as output_dtypes
+from parity.frameworks.linen.running import problems_before_running as problems_before_running
+from parity.frameworks.linen.running import raises as raises
+from parity.frameworks.linen.running import with_call as with_call
 from parity.frameworks.linen.structure import abstract_variables as abstract_variables
 from parity.frameworks.linen.structure import check_parts as check_parts
 from parity.frameworks.linen.structure import structure_of as structure_of

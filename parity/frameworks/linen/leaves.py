@@ -46,7 +46,7 @@ def branches(tree: Mapping[Any, Any]) -> Iterator[Any]:
 
 def kinds(model: Any) -> tuple[str, ...]:
     """Public names of the classes of a model's module, nearest first."""
-    return model.structure[()].kinds
+    return model.structure.parts[()].kinds
 
 
 def variables_of(value: Any) -> Any:
@@ -90,7 +90,7 @@ def leaves(value: Any) -> list[Leaf]:
     """Every array: of a model in the order of the modules' calls where that is known, otherwise by name."""
     variables = variables_of(value)
     collections = any(name in COLLECTIONS for name in variables)
-    structure = value.structure if is_model(value) else {}
+    structure = value.structure.parts if is_model(value) else {}
     order = {path: number for number, path in enumerate(structure)}
     found = []
     for keys, array in flat(variables).items():
@@ -124,13 +124,13 @@ def layers(value: Any) -> list[Layer]:
     """Every module under its path in torch's words, the root as ''."""
     if not is_model(value):
         return []
-    parts = dict(value.structure)
+    parts = dict(value.structure.parts)
     for keys in flat(value.variables):
         # Layers of which only the names tell, all the way up: they may claim what lies in them.
         for length in range(1, len(keys) - 1):
             path = keys[1 : 1 + length]
             if path not in parts:
-                parts[path] = part_of(path, value.structure)
+                parts[path] = part_of(path, value.structure.parts)
     return [
         Layer(part.words, part.kinds, setting_reader(part, value.variables), own_path(part.path), part.also, part.by_name)
         for part in parts.values()

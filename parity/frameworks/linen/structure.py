@@ -24,6 +24,10 @@ Path = tuple[str, ...]
 WRAPPED = re.compile(r"^(?:(?:Checkpoint|Jit|Vmap|Scan|Remat_scan|Map_variables|Add_metadata_axis|Custom_vjp|Grad)+)(?=[A-Z])")
 
 
+# Where flax makes a class of another one for a transformation.
+LIFTED = "flax.linen.transforms"
+
+
 @dataclass(frozen=True)
 class Part:
     """One module inside a model.
@@ -45,6 +49,19 @@ class Part:
     by_name: bool = False
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What a model has inside.
+
+    Attributes:
+        parts: by path, in the order of their calls where a call could be tried.
+        lifted: classes that flax made of others for a transformation such as `nn.remat`.
+    """
+
+    parts: Mapping[Path, Part]
+    lifted: tuple[type, ...] = ()
+
+
 @dataclass
 class Found:
     """Modules as they are met, in the order of their first calls.
@@ -53,11 +70,13 @@ class Found:
         classes: of the modules of each path; several where a scope is shared.
         settings: attributes by path.
         held: for the path of a module, that of the attribute that holds it, and of the module whose attribute it is.
+        lifted: classes that flax made of others for a transformation.
     """
 
     classes: dict[Path, list[type]] = field(default_factory=dict)
     settings: dict[Path, dict[str, Any]] = field(default_factory=dict)
     held: dict[Path, list[tuple[Path, Path]]] = field(default_factory=dict)
+    lifted: dict[type, None] = field(default_factory=dict)
 
     def meet(self, module: nn.Module) -> None:
         """Note a module that has a scope, and the modules that it holds."""
@@ -106,7 +125,7 @@ def kinds(cls: type) -> tuple[str, ...]:
     """Public names of a class and its bases, nearest first; what flax wraps for a transformation is the class inside."""
     names = []
     for one in cls.__mro__:
-        if one.__module__ == "flax.linen.transforms":
+        if one.__module__ == LIFTED:
             continue
         builtin = one.__module__.startswith("flax.linen")
         names.append(f"flax.linen.{one.__name__}" if builtin else f"{one.__module__}.{one.__qualname__}")
@@ -143,8 +162,8 @@ def held_modules(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
 # ---------------------------------------------------------------- looking inside
 
 
-def structure_of(model: Any) -> dict[Path, Part]:
-    """Every module of a model by path, in the order of its calls where a call could be tried.
+def structure_of(model: Any) -> Structure:
+    """Every module of a model.
 
     Args:
         model: a `parity.Linen`.
@@ -152,16 +171,15 @@ def structure_of(model: Any) -> dict[Path, Part]:
     found = Found()
     if not called_on_shapes(model, found):
         set_up(model, found)
-    return found.parts()
+    return Structure(found.parts(), tuple(found.lifted))
 
 
 def called_on_shapes(model: Any, found: Found) -> bool:
-    """Meet every module by running `init` on shapes alone; False if there are no example arguments to run it on."""
+    """Meet every module by running `init` on shapes alone; False if the example arguments, if any, do not serve."""
     try:
         initialised(model, found)
     except Exception:
-        if model.args:
-            raise
+        # What a model raises is told where it is run.
         return False
     return True
 
@@ -171,6 +189,8 @@ def initialised(model: Any, found: Found) -> Any:
 
     def watch(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
+        if type(module).__module__ == LIFTED:
+            found.lifted[type(module)] = None
         # Functions that a transformation lifts have names of their own and a scope without a path.
         known = context.method_name != "<lambda>" and module.scope is not None
         if known:

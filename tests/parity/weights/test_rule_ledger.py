@@ -129,7 +129,7 @@ def test_a_row_that_cannot_be_meant_is_refused(arguments, sentence):
 def test_check_rule_says_what_it_takes():
     with pytest.raises(parity.InputError, match=r"no row for .*TorchScale and .*FlaxScale; make one by parity.add_rule"):
         parity.check_rule(TorchScale(), FlaxScale())
-    with pytest.raises(parity.InputError, match=r"takes a torch.nn.Module and a flax.nnx.Module, got"):
+    with pytest.raises(parity.InputError, match=r"takes a torch.nn.Module and a flax.nnx.Module or a parity.Linen, got"):
         parity.check_rule(FlaxScale(), TorchScale())
 
 

@@ -1,0 +1,115 @@
+"""What every module of a Linen model returns while it runs."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.extend.core import get_opaque_trace_state
+
+from parity.evidence.calls import Call, Captured, Evaluation
+from parity.evidence.trees import flatten
+from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.running import QUICK, pinned, platform
+from parity.frameworks.linen.running import arguments_of, prepare, widened
+from parity.linen import Linen
+
+Record = tuple[str, int, dict[str | int, Any]]
+
+
+def capture(model: Linen, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
+    """Run a model once under jit and record every submodule's output, in the order in which they finish.
+
+    What ran inside a transformation of jax (a scanned cell) has no value outside of it and is left out;
+    the module that is transformed is not.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        program, parameters, rest, arguments = prepare(model, call, dtype, None)
+        order: list[tuple[str, int, str | int, Any]] = []
+
+        def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
+            order.clear()
+            with recording(model) as records:
+                args, kwargs = arguments_of(arguments, values, others)
+                output = program.call(parameters, rest, args, kwargs)
+            arrays = []
+            for path, number, found in [*records, ("", 0, given_and_returned(args, output))]:
+                for name, value in found.items():
+                    order.append((path, number, name, None if is_array(value) else value))
+                    arrays.append(value if is_array(value) else None)
+            return arrays
+
+        try:
+            arrays = jax.jit(body, compiler_options=QUICK.get(platform()))(parameters, rest, arguments.values, arguments.others)
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+            # A model that decides by values cannot be compiled.
+            arrays = body(parameters, rest, arguments.values, arguments.others)
+        captured: dict[tuple[str, int], Captured] = {}
+        for (path, number, name, static), array in zip(order, arrays, strict=True):
+            one = captured.setdefault((path, number), Captured(path, number, {}))
+            if isinstance(name, int):
+                one.inputs[name] = np.array(array)
+            else:
+                one.outputs[name] = static if array is None else np.array(array)
+    return Evaluation(dict(captured["", 0].outputs)), list(captured.values())
+
+
+def given_and_returned(args: tuple[Any, ...], output: Any) -> dict[str | int, Any]:
+    """Outputs under their path, inputs under their position."""
+    record: dict[str | int, Any] = dict(flatten(output, is_array))
+    return record | {number: value for number, value in enumerate(args) if is_array(value)}
+
+
+@contextlib.contextmanager
+def recording(model: Linen) -> Iterator[list[Record]]:
+    """Record what every module below the model is given and returns."""
+    records: list[Record] = []
+    counts: dict[str, int] = {}
+    parts = model.structure.parts
+    state = get_opaque_trace_state(convention="flax")
+    depth: list[tuple[str, ...]] = []
+
+    def around(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = tuple(map(str, module.path)) if module.scope is not None else ()
+        # Values inside a transformation cannot leave it; a class that calls super().__call__ is still one module.
+        if not path or path in depth or get_opaque_trace_state(convention="flax") != state:
+            return call(*args, **kwargs)
+        depth.append(path)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            depth.pop()
+        words = parts[path].words if path in parts else ".".join(path)
+        counts[words] = counts.get(words, 0) + 1
+        records.append((words, counts[words] - 1, given_and_returned(args, output)))
+        return output
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        return around(context.module, call, args, kwargs) if context.method_name == "__call__" else call(*args, **kwargs)
+
+    with nn.intercept_methods(intercept), lifted_calls(model, around):
+        yield records
+
+
+@contextlib.contextmanager
+def lifted_calls(model: Linen, around: Callable[..., Any]) -> Iterator[None]:
+    """Send the calls of classes that flax made for a transformation through `around` too: it does not intercept those."""
+    originals = {cls: vars(cls)["__call__"] for cls in model.structure.lifted if "__call__" in vars(cls)}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return around(self, functools.partial(original, self), args, kwargs)
+
+        return watched
+
+    try:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", wrap(original))  # noqa: B010
+        yield
+    finally:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", original)  # noqa: B010
