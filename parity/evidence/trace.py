@@ -91,6 +91,9 @@ def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> 
     for leaf in subject.flax.leaves(subject.flax_model):
         owners.setdefault(leaf.identity, []).append(leaf.owner)
     names = {path: next((p for p in group if p in wanted), path) for group in owners.values() for path in group}
+    for layer in subject.flax.layers(subject.flax_model):
+        known = next((path for path in (layer.path, layer.own_path, *layer.also) if path in wanted), None)
+        names |= {layer.path: known} if known is not None else {}
     return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
+from flax.linen import transforms
 from jax.extend.core import get_opaque_trace_state
 
 from parity.evidence.calls import Call, Captured, Evaluation
@@ -24,7 +25,7 @@ def capture(model: Linen, call: Call, *, dtype: str | None = None) -> tuple[Eval
     """Run a model once under jit and record every submodule's output, in the order in which they finish.
 
     What ran inside a transformation of jax (a scanned cell) has no value outside of it and is left out;
-    the module that is transformed is not.
+    the module that is transformed is not. `nn.remat` and `nn.jit` change no values and are left out themselves.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
@@ -94,22 +95,51 @@ def recording(model: Linen) -> Iterator[list[Record]]:
         yield records
 
 
+# What flax makes a class of another one with, for a transformation.
+MAKERS = ("module_class_lift_transform", "module_class_lift_transform_cached")
+
+
 @contextlib.contextmanager
 def lifted_calls(model: Linen, around: Callable[..., Any]) -> Iterator[None]:
-    """Send the calls of classes that flax made for a transformation through `around` too: it does not intercept those."""
-    originals = {cls: vars(cls)["__call__"] for cls in model.structure.lifted if "__call__" in vars(cls)}
+    """Send the calls of classes that flax made for a transformation through `around` too: it does not intercept those.
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return around(self, functools.partial(original, self), args, kwargs)
+    Some exist already; a `@compact` module makes its own each time it runs.
+    """
+    existing = {cls: vars(cls)["__call__"] for cls in model.structure.lifted if "__call__" in vars(cls)}
+    makers = {name: getattr(transforms, name) for name in MAKERS}
+
+    def made(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found = make(*args, **kwargs)
+            cls = found.func if isinstance(found, functools.partial) else found
+            if "__call__" in vars(cls):
+                cls.__call__ = call_of(cls, vars(cls)["__call__"], around)
+            return found
 
         return watched
 
     try:
-        for cls, original in originals.items():
-            setattr(cls, "__call__", wrap(original))  # noqa: B010
+        for cls, original in existing.items():
+            setattr(cls, "__call__", call_of(cls, original, around))  # noqa: B010
+        for name, make in makers.items():
+            setattr(transforms, name, made(make))
         yield
     finally:
-        for cls, original in originals.items():
+        for name, make in makers.items():
+            setattr(transforms, name, make)
+        for cls, original in existing.items():
             setattr(cls, "__call__", original)  # noqa: B010
+
+
+def call_of(cls: Any, original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's call on the record; where the transformation changes no values, that of the class inside."""
+    inside = cls.__mro__[1]
+    if cls.__name__ in (f"Checkpoint{inside.__name__}", f"Jit{inside.__name__}"):
+        return inside.__call__
+
+    @functools.wraps(original)
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(self, functools.partial(original, self), args, kwargs)
+
+    return watched

@@ -60,14 +60,19 @@ def train_mode(model: Linen) -> list[str]:
     except errors.InvalidRngError as error:
         return [
             "the Flax model draws random numbers and is given none, so it is in train mode "
-            f"({first_line(error)}); {instead}, or rngs={{...}}"
+            f"({reason(error)}); {instead}, or rngs={{...}}"
         ]
     except errors.ModifyScopeVariableError as error:
-        return [f"the Flax model writes into its variables, so it is in train mode ({first_line(error)}); {instead}"]
+        return [f"the Flax model writes into its variables, so it is in train mode ({reason(error)}); {instead}"]
     except Exception:
         # What else it raises is told where both sides are run.
         return []
     return []
+
+
+def reason(error: Exception) -> str:
+    """An error of flax's without the address that it gives."""
+    return first_line(error).partition(" (http")[0].rstrip(".")
 
 
 def arguments_of(arguments: Arguments, values: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
