@@ -1,6 +1,6 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -385,13 +385,13 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
     found, missing = [], []
     # An array that Flax has under several names has its gradient under the first.
-    first_names = {p.target.identity: p.target.path for p in subject.pairing.pairs if p.target.path in wide_run}
+    first_names = {whole(p): p.target.array_path for p in subject.pairing.pairs if p.target.array_path in wide_run}
     by_array: dict[str, list[Pair]] = {}
     for p in subject.pairing.pairs:
         by_array.setdefault(p.source.array_path, []).append(p)
     for path, oracle in subject.torch_wide.gradients.items():
         pairs = by_array.get(path, [])
-        names = [path] if path.startswith("input ") else [first_names.get(p.target.identity, p.target.path) for p in pairs]
+        names = [path] if path.startswith("input ") else [first_names.get(whole(p), p.target.array_path) for p in pairs]
         if not names:
             continue
         if any(name not in wide_run for name in names):
@@ -402,11 +402,16 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     return missing, found
 
 
+def whole(p: Pair) -> Hashable:
+    """What Flax's array of a pair is known by, though the pair may be about a part of it."""
+    return p.target.part.identity if p.target.part else p.target.identity
+
+
 def in_torch(path: str, pairs: list[Pair], names: list[str], gradients: Mapping[str, np.ndarray]) -> np.ndarray:
     """Flax's gradient in torch's layout; that of an array of which Flax has the blocks is put together."""
     if not pairs:
         return gradients[path]
-    blocks = [(p.source, p.layout.inverse().apply(gradients[name])) for p, name in zip(pairs, names, strict=True)]
+    blocks = [(p.source, p.layout.inverse().apply(p.target.of(gradients[name]))) for p, name in zip(pairs, names, strict=True)]
     return gathered(blocks)[path]
 
 

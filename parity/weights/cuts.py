@@ -157,8 +157,10 @@ def stacked_alike(entry: Renaming, done: Cut, names: tuple[Names, Names]) -> Non
 
 
 def counted(numbers: set[str]) -> str:
+    """How many layers there are, and which."""
     ordered = sorted(map(int, numbers))
-    return f"{len(ordered)} ({ordered[0]} to {ordered[-1]})" if len(ordered) > 1 else f"1 ({ordered[0]})"
+    run = len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1
+    return f"{len(ordered)} ({f'{ordered[0]} to {ordered[-1]}' if run else ', '.join(map(str, ordered))})"
 
 
 def taken(side: Name, leaves: list[Leaf], names: Names) -> dict[str, Match]:

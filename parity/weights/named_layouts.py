@@ -8,7 +8,7 @@ what the ledger says of the array comes behind them.
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from parity.weights.layouts import (
     Bijection,
     Chain,
     Family,
+    Flipped,
     Heads,
     Layout,
     Reordered,
@@ -231,7 +232,9 @@ class Named:
             return known.build(self.name, shape, goal, *self.arguments)
         if not self.axes:
             return known.build(self.name, shape, goal, *self.arguments).inverse()
-        # What moves axes is made for the shape that comes out: that is tried from the goal.
+        # What moves axes is made for the shape that comes out; a permutation for any of its rank.
+        if goal is None and isinstance(made := known.build(self.name, shape, None, *self.arguments), Layout | Flipped):
+            return made.inverse()
         if goal is None:
             raise MisfitError(f"layout {self.name} needs to be the last one, got shape {shape}")
         made = known.build(self.name, goal, shape, *self.arguments).inverse()
@@ -275,6 +278,10 @@ class Given:
             made.append(end)
         # One permutation alone can be lent without a copy.
         return made[0] if len(made) == 1 and isinstance(made[0], Layout) else Chain(tuple(made), self.name)
+
+    def inverse(self) -> "Given":
+        """The layouts named, from Flax to torch; nothing comes behind them."""
+        return Given(tuple(replace(step, turned=not step.turned) for step in reversed(self.steps)))
 
     def between(self, torch_shape: Shape, flax_shape: Shape) -> Bijection | None:
         """The layout that leads from one shape to the other, None if there is none."""
