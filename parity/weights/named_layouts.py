@@ -22,7 +22,6 @@ from parity.weights.layouts import (
     Bijection,
     Chain,
     Family,
-    Flipped,
     Heads,
     Layout,
     Reordered,
@@ -233,8 +232,8 @@ class Named:
         if not self.axes:
             return known.build(self.name, shape, goal, *self.arguments).inverse()
         # What moves axes is made for the shape that comes out; a permutation for any of its rank.
-        if goal is None and isinstance(made := known.build(self.name, shape, None, *self.arguments), Layout | Flipped):
-            return made.inverse()
+        if goal is None and known.build not in (heads, heads_in):
+            return known.build(self.name, shape, None, *self.arguments).inverse()
         if goal is None:
             raise MisfitError(f"layout {self.name} needs to be the last one, got shape {shape}")
         made = known.build(self.name, goal, shape, *self.arguments).inverse()

@@ -260,9 +260,12 @@ def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     """The rename from source names to target names: of the two directions the one whose keys fit the source."""
     given, turned = rename, rename.inverse()
 
-    def fitting(one: Rename) -> int:
-        names = [name for leaf in sources for name in names_in(leaf, *sides)]
-        return sum(any(entry.key.fits(name) for name in names) for entry in one.entries)
+    names = [name for leaf in sources for name in names_in(leaf, *sides)]
+
+    def fitting(one: Rename) -> tuple[int, int]:
+        # Where names alone leave it open, layouts tell which side is Flax's.
+        marked = [sides[1] if entry.forward else sides[0] for entry in one.entries if entry.layouts]
+        return sum(any(map(entry.key.fits, names)) for entry in one.entries), marked.count("flax")
 
     first, second = (turned, given) if sides == ("flax", "torch") else (given, turned)
     return first if fitting(first) >= fitting(second) else second
@@ -396,7 +399,10 @@ def misfit(family: Given, before: Leaf, behind: Leaf) -> str:
     except MisfitError as error:
         return f"{before.path} {before.shape} to {behind.path} {behind.shape}: {error}"
     got = made.shape(before.shape)
-    hint = "; add ' | transposed' behind it, or take it away, if that is meant" if got == behind.shape[::-1] != got else ""
+    change = "take ' | transposed' away"
+    if not any(step.word == "transposed" for step in family.steps):
+        change = "add ' | transposed' behind it"
+    hint = f"; {change}" if got == behind.shape[::-1] else ""
     return f"{before.path} {before.shape} becomes {got}, but {behind.path} has {behind.shape}{hint}"
 
 
