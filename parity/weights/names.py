@@ -76,6 +76,8 @@ def span_of(item: str, size: int) -> Span:
     found = RANGE.fullmatch(item)
     assert found is not None
     bounds = [None if group is None else int(group) for group in found.groups()]
+    if bounds[2] is not None and bounds[2] < 1:
+        raise ValueError(f"{item} runs backwards or stands still")
     # Python cuts a slice that is too long; here that would hide a size that is not the expected one.
     if any(bound is not None and not -size <= bound <= size for bound in bounds[:2]):
         raise ValueError(f"{item} is out of range")
