@@ -126,7 +126,7 @@ def pair(
     layers = whole.layers[0], whole.layers[1]
     if sides[0] != sides[1]:
         sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-    renames, used = directed(Rename(rename), sides, sources), set[str]()
+    renames = directed(Rename(rename), sides, sources)
     problems = unused_patterns(ignore, ignored_source + ignored_target)
     sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
     cut = cut_as_named(sources, targets, renames, sought)
@@ -139,7 +139,6 @@ def pair(
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
         tries = tried(leaf, renames, sides)
-        used |= {one.entry.key.text for _, one in tries if one}
         problems += [rival for name, one in tries if one and (rival := renames.rivals(name)) and rival not in problems]
         found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
@@ -162,7 +161,7 @@ def pair(
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
     help_first = remedy(strays, empty, sides, flax_layers)
-    problems += [unfitting(key, sources, sides) for key in renames.mapping if key not in used]
+    problems += unfitting(renames, sources, sides)
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
@@ -228,11 +227,13 @@ def together(empty: list[Leaf], targets: list[Leaf]) -> list[Leaf]:
     return list(found.values())
 
 
-def unfitting(key: str, sources: list[Leaf], sides: Sides) -> str:
-    """Why an entry of rename was not used."""
+def unfitting(renames: Rename, sources: list[Leaf], sides: Sides) -> list[str]:
+    """The entries of rename that fit no name of the source, one sentence each."""
     known = {name: leaf.path for leaf in sources for name in names_in(leaf, *sides)}
-    near = nearest(bare(key.partition(" | ")[0]), known)
-    return f"rename key {key!r} fits no name of the source{suggestion(near, known)}"
+    lost = [entry.key for entry in renames.entries if not any(map(entry.key.matches, known))]
+    near = {key.text: nearest(key.path, {bare(name): path for name, path in known.items()}) for key in lost}
+    paths = {bare(name): bare(path) for name, path in known.items()}
+    return [f"rename key {text!r} fits no name of the source{suggestion(found, paths)}" for text, found in near.items()]
 
 
 def room_of(value: Any, role: str) -> Room:

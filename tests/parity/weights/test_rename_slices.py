@@ -279,7 +279,11 @@ def torch_layers(count: int) -> nn.Module:
 
 
 def flax_layers(count: int) -> nnx.Module:
-    return nnx.Dict(layers=nnx.vmap(FlaxLayer)(nnx.Rngs(0).split(count)))
+    """As nnx.vmap makes them, without compiling what draws the values."""
+    layer = nnx.eval_shape(lambda: FlaxLayer(nnx.Rngs(0)))
+    for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        variable.set_value(jnp.zeros((count, *variable.get_value().shape)))
+    return nnx.Dict(layers=layer)
 
 
 STACKED = {"layers.{i}": "layers[{i}]"}
