@@ -1,6 +1,6 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -384,13 +384,13 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
     found, missing = [], []
     # An array that Flax has under several names has its gradient under the first.
-    first_names = {p.target.identity: p.target.path for p in subject.pairing.pairs if p.target.path in wide_run}
+    first_names = {whole(p): p.target.array_path for p in subject.pairing.pairs if p.target.array_path in wide_run}
     by_array: dict[str, list[Pair]] = {}
     for p in subject.pairing.pairs:
         by_array.setdefault(p.source.array_path, []).append(p)
     for path, oracle in subject.torch_wide.gradients.items():
         pairs = by_array.get(path, [])
-        names = [path] if path.startswith("input ") else [first_names.get(p.target.identity, p.target.path) for p in pairs]
+        names = [path] if path.startswith("input ") else [first_names.get(whole(p), p.target.array_path) for p in pairs]
         if not names:
             continue
         if any(name not in wide_run for name in names):
@@ -403,6 +403,11 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     return missing, found
 
 
+def whole(p: Pair) -> Hashable:
+    """What Flax's array of a pair is known by, though the pair may be about a part of it."""
+    return p.target.part.identity if p.target.part else p.target.identity
+
+
 def in_torch(
     path: str, pairs: list[Pair], names: list[str], gradients: Mapping[str, np.ndarray], own: np.ndarray
 ) -> np.ndarray:
@@ -412,11 +417,17 @@ def in_torch(
     """
     if not pairs:
         return gradients[path]
-    blocks = [(p.source.part, p.layout.inverse().apply(gradients[name])) for p, name in zip(pairs, names, strict=True)]
-    whole = own.astype(blocks[0][1].dtype)
+    blocks = [
+        (p.source.part, p.layout.inverse().apply(p.target.of(gradients[name]))) for p, name in zip(pairs, names, strict=True)
+    ]
+    first = blocks[0][0]
+    if first is None:
+        return blocks[0][1]
+    filled = np.array(first.before.apply(own) if first.before else own, dtype=blocks[0][1].dtype)
     for part, block in blocks:
-        (part.of(whole) if part else whole)[...] = block
-    return whole
+        assert part is not None
+        filled[part.index] = block
+    return first.before.inverse().apply(filled) if first.before else filled
 
 
 def gradient_scales(subject: Subject) -> dict[str, float]:

@@ -12,6 +12,7 @@ from parity.evidence.numerics import same_bits, wide
 from parity.evidence.probes import BITS, SATURATION, probe_call, probe_weights
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
+from parity.weights.leaf import gathered
 
 # Below this share of provable values a probe says too little, and a narrower one is tried.
 ENOUGH = 0.5
@@ -46,11 +47,12 @@ def wiring(subject: Subject) -> LevelResult:
         return LevelResult("wiring", "not run", f"the torch model does not run on probes: {first_line(error)}")
     if probe is None:
         return LevelResult("wiring", "not applicable", why, {"operation": why.split(":")[0]})
-    flax_weights = {
-        p.target.path: p.layout.apply(p.source.of(narrow(probe.weights)[p.source.array_path]))
+    weights = narrow(probe.weights)
+    flax_weights = gathered(
+        (p.target, p.layout.apply(p.source.of(weights[p.source.array_path])))
         for p in subject.pairing.pairs
-        if p.source.array_path in probe.weights
-    }
+        if p.source.array_path in weights
+    )
     flax32 = subject.flax.evaluate(
         subject.flax_model, probe.call, dtype="float32", weights=flax_weights, cotangents=subject.native_cotangents
     )

@@ -79,6 +79,8 @@ def other_names(leaf: Leaf, side: str) -> list[str]:
 
 def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
     """The names by which a source leaf looks for its counterpart, likeliest first."""
+    if leaf.mark:
+        return [f"{name}{leaf.mark}" for name in names_in(unmarked(leaf), side, other)]
     names = [join(owner, name) for owner in owners(leaf) for name in torch_names(leaf.kinds, leaf.name, side)]
     # In a tree torch's name is a guess: it stands behind the leaf's own.
     own_first = side == other or not leaf.kinds
@@ -86,6 +88,11 @@ def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
     # A path may hold more than the layer's and the array's name: Linen's collection.
     found += [join(owner, leaf.name) for owner in owners(leaf)] if side == "flax" else []
     return list(dict.fromkeys(found + (other_names(leaf, side) if side != other else [])))
+
+
+def unmarked(leaf: Leaf) -> Leaf:
+    """A slice's leaf under the names of its array."""
+    return replace(leaf, path=leaf.bare_path, mark="")
 
 
 def reading(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> LeafRule | None:
@@ -201,6 +208,9 @@ def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
 
 
 def known_names(leaf: Leaf, side: str) -> list[str]:
+    """The names by which a target leaf may be found: its own first, then those by the rows of layers."""
+    if leaf.mark:
+        return [f"{name}{leaf.mark}" for name in known_names(unmarked(leaf), side)]
     names = [join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, side), leaf.name)]
     return [leaf.path, *names, *other_names(leaf, side)]
 
@@ -209,7 +219,7 @@ def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart
     found: list[Leaf] = []
     for leaf in leaves:
         rows = rows_for(leaf.kinds) if leaf.kinds else rules.RULES
-        cut = blocks_of(leaf, rows, asked)
+        cut = () if leaf.mark else blocks_of(leaf, rows, asked)
         lonely = alone_in(leaf, rows)
         if cut:
             found += [block for block in cut if not left_alone(block, rows, asked, apart, filled=filled)]

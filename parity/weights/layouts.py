@@ -217,6 +217,70 @@ class OneNumber:
         return "()" if torch_shape == (1,) else str(torch_shape)
 
 
+@dataclass(frozen=True)
+class Reordered:
+    """One axis in another order, for arrays of one shape.
+
+    Attributes:
+        name: what plans and reports call it.
+        before: the shape that it takes and gives.
+        axis: the axis whose entries move.
+        order: for each place of the result, the place that it comes from.
+    """
+
+    name: str
+    before: Shape
+    axis: int
+    order: tuple[int, ...]
+
+    def inverse(self) -> "Reordered":
+        """The layout that leads back."""
+        return Reordered(self.name, self.before, self.axis, tuple(np.argsort(self.order).tolist()))
+
+    def shape(self, shape: Shape) -> Shape:
+        """The same shape.
+
+        Raises:
+            ValueError: the layout is for another shape.
+        """
+        if shape != self.before:
+            raise ValueError(f"layout {self.name} is for shape {self.before}, got {shape}")
+        return shape
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """The array in its new order, as a copy."""
+        return array.take(self.order, self.axis)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layouts one after the other.
+
+    Attributes:
+        steps: in the order in which they are applied.
+        name: what plans and reports call it, in either direction.
+    """
+
+    steps: tuple[Bijection, ...]
+    name: str
+
+    def inverse(self) -> "Chain":
+        """The layout that leads back."""
+        return Chain(tuple(step.inverse() for step in reversed(self.steps)), self.name)
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape behind the last step."""
+        for step in self.steps:
+            shape = step.shape(shape)
+        return shape
+
+    def apply(self, array: np.ndarray) -> np.ndarray:
+        """The array behind the last step."""
+        for step in self.steps:
+            array = step.apply(array)
+        return array
+
+
 AS_IS = Layout("as is")
 TRANSPOSED = Layout("transposed", (1, 0))
 ONE_NUMBER = OneNumber()

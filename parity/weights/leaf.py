@@ -1,11 +1,14 @@
 """What every framework is reduced to: arrays under dotted paths, read when they are needed."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
+
+from parity.weights.layouts import Bijection
+from parity.weights.names import Span
 
 # Every dtype that an array may have on its way, by name.
 DTYPES: dict[str, np.dtype] = {
@@ -31,22 +34,35 @@ Role = Literal["parameter", "buffer", "random state"]
 
 @dataclass(frozen=True)
 class Part:
-    """Where a leaf lies in an array of which it is only a part: arrays are cut into equal blocks of rows.
+    """Where a leaf lies in an array of which it is only a part.
 
     Attributes:
         whole: dotted path of the array.
-        number: which block, from 0.
-        count: how many there are.
+        identity: of the array.
+        shape: of the array, as `before` lays it out.
+        spans: the places that the leaf takes, for each axis.
+        before: how the array is laid out before it is cut; None takes it as it is.
     """
 
     whole: str
-    number: int
-    count: int
+    identity: Hashable
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    before: Bijection | None = None
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """What takes the leaf out of the array."""
+        return tuple(span.index for span in self.spans)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The leaf's shape."""
+        return tuple(len(span.places) for span in self.spans if not span.single)
 
     def of(self, array: np.ndarray) -> np.ndarray:
-        """This block of the whole array, as a view."""
-        rows = array.shape[0] // self.count
-        return array[self.number * rows : (self.number + 1) * rows]
+        """This part of the whole array, as a view where nothing comes before."""
+        return (self.before.apply(array) if self.before else array)[self.index]
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ class Leaf:
         share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
         unreadable: why the array has no values that could be read; empty if it has.
         part: where it lies in the model's array, if it is only a part of that.
+        mark: the slice by which a rename takes it, as that writes it: `[:, 0:8]`. It stands behind every name of the leaf.
         claims: layers further up whose row names the array.
         from_file: whether it is read from a file.
         also: further paths under which torch may know the layer, such as `layers.0` for Linen's `layers_0`.
@@ -100,6 +117,7 @@ class Leaf:
     share: Callable[[tuple[int, ...]], Shared | np.ndarray] = field(compare=False, repr=False)
     unreadable: str = ""
     part: Part | None = None
+    mark: str = ""
     claims: tuple[Claim, ...] = ()
     from_file: bool = False
     also: tuple[str, ...] = ()
@@ -114,21 +132,34 @@ class Leaf:
         """What belongs to this leaf in an array of the shape of the model's."""
         return self.part.of(array) if self.part else array
 
+    @property
+    def bare_path(self) -> str:
+        """The path without the slice behind it."""
+        return self.path.removesuffix(self.mark)
+
     def cut(self, names: tuple[str, ...]) -> tuple["Leaf", ...]:
         """The leaf in as many equal blocks of rows as there are names: `weight[q]`, `weight[k]`, `weight[v]`."""
-        return tuple(self.block(name, Part(self.path, number, len(names))) for number, name in enumerate(names))
+        rows = self.shape[0] // len(names)
+        behind = tuple(Span(range(size)) for size in self.shape[1:])
+        blocks = [(Span(range(number * rows, (number + 1) * rows)), *behind) for number in range(len(names))]
+        return tuple(
+            replace(self.at(spans, f"[{name}]"), name=f"{self.name}[{name}]", mark="")
+            for name, spans in zip(names, blocks, strict=True)
+        )
 
-    def block(self, name: str, part: Part) -> "Leaf":
-        """One block of rows, under a name in brackets."""
+    def at(self, spans: tuple[Span, ...], mark: str, before: Bijection | None = None) -> "Leaf":
+        """A part of the leaf, with what stands behind its name; `before` lays the whole out first."""
+        shape = before.shape(self.shape) if before else self.shape
+        part = Part(self.path, self.identity, shape, spans, before)
         return replace(
             self,
-            path=f"{self.path}[{name}]",
-            name=f"{self.name}[{name}]",
-            shape=(self.shape[0] // part.count, *self.shape[1:]),
-            identity=(self.identity, part.number, part.count),
+            path=f"{self.path}{mark}",
+            shape=part.own_shape,
+            identity=(self.identity, before, spans),
             read=lambda: part.of(self.read()),
             share=lambda axes: part.of(self.read()).transpose(axes),
             part=part,
+            mark=mark,
         )
 
 
@@ -153,21 +184,26 @@ class Layer:
     by_name: bool = False
 
 
-def gathered(arrays: list[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
-    """Arrays of leaves by the path of the model's array; parts are put together again.
+def gathered(arrays: Iterable[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
+    """Arrays of leaves by the path of the model's array; parts are put together, each as it comes.
 
     Raises:
         ValueError: a part is missing.
     """
-    whole: dict[str, Any] = {leaf.path: array for leaf, array in arrays if not leaf.part}
-    parts: dict[str, dict[int, np.ndarray]] = {}
-    counts: dict[str, int] = {}
+    whole: dict[str, Any] = {}
+    parts: dict[str, Part] = {}
+    filled: dict[str, int] = {}
     for leaf, array in arrays:
-        if leaf.part:
-            parts.setdefault(leaf.part.whole, {})[leaf.part.number] = array
-            counts[leaf.part.whole] = leaf.part.count
-    for path, blocks in parts.items():
-        if len(blocks) < counts[path]:
-            raise ValueError(f"{path} needs {counts[path]} parts, got {len(blocks)}")
-        whole[path] = np.concatenate([blocks[number] for number in sorted(blocks)])
+        part = leaf.part
+        if part is None:
+            whole[leaf.path] = array
+            continue
+        if part.whole not in parts:
+            parts[part.whole], whole[part.whole] = part, np.empty(part.shape, array.dtype)
+        whole[part.whole][part.index] = array
+        filled[part.whole] = filled.get(part.whole, 0) + array.size
+    for path, part in parts.items():
+        if filled[path] < whole[path].size:
+            raise ValueError(f"{path} has {whole[path].size} values, and its parts {filled[path]}")
+        whole[path] = part.before.inverse().apply(whole[path]) if part.before else whole[path]
     return whole

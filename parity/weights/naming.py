@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from parity.errors import TransferError, listed
+from parity.weights.claims import names_in
+from parity.weights.cuts import cut_as_named
 from parity.weights.files import FLAX_ONLY, Side, make_leaf
 from parity.weights.layouts import AS_IS, TRANSPOSED, Flipped, Layout
 from parity.weights.leaf import Leaf
+from parity.weights.named_layouts import Given, MisfitError
 from parity.weights.pairing import directed, sorted_out
-from parity.weights.paths import Rename, join, split
+from parity.weights.paths import Rename, Renamed, join, split
 from parity.weights.rules import TORCH_NAMES, LeafRule, Rule, rows_for
 
 # Layouts that give the shape on the other side without knowing it.
@@ -30,11 +33,19 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         TransferError: a name on the other side is not certain.
     """
     travelling, _, _ = sorted_out(sources, tuple(ignore))
-    renames = directed(Rename(rename), (from_side, to_side), travelling)
-    leaves, problems = [], []
-    for leaf in travelling:
+    sides = (from_side, to_side)
+    renames = directed(Rename(rename), sides, travelling)
+    done = cut_as_named(travelling, [], renames, (lambda leaf: names_in(leaf, *sides), lambda leaf: ()))
+    leaves, problems = [], done.problems
+    for leaf in done.sources:
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
             # Of no counterpart by its nature: pairing tells of it, or refuses it.
+            continue
+        by = next((one for name in names_in(leaf, *sides) if (one := renames.find(name))), None)
+        if by and (by.entry.layouts or by.entry.value.index):
+            made_by = as_renamed(leaf, by, across=from_side != to_side)
+            problems += [made_by] if isinstance(made_by, str) else []
+            leaves += [made_by] if isinstance(made_by, Leaf) else []
             continue
         if from_side == to_side:
             found: tuple[str, Permuted, tuple[str, ...]] | str = (leaf.path, AS_IS, ())
@@ -44,7 +55,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
             problems.append(found)
             continue
         path, layout, kinds = found
-        own = leaf.path if from_side == to_side else join(leaf.owner, leaf.name)
+        own = leaf.path if from_side == to_side else f"{join(leaf.owner, leaf.name)}{leaf.mark}"
         new, key = renames.apply(own)
         if key is not None:
             # Of a module only the path was renamed; the array's own name follows the ledger.
@@ -56,6 +67,20 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         ask = "give the names of the target with like (--like)"
         raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
     return leaves
+
+
+def as_renamed(leaf: Leaf, by: Renamed, *, across: bool) -> Leaf | str:
+    """An array as rename says, where it gives the layout, or why its shape is not certain."""
+    if by.entry.value.index:
+        return f"rename {by.entry} fills a part of an array, and nothing says how large that is"
+    if across and len(leaf.shape) > 1 and not any(step.axes for step in by.entry.layouts):
+        return f"rename {by.entry} does not say in which order the axes lie; add ' | transposed' or ' | as is' behind it"
+    given = Given(by.entry.layouts)
+    try:
+        layout = (given if by.entry.forward else given.inverse()).built(leaf.shape, None)
+    except MisfitError as error:
+        return f"rename {by.entry}: {error}"
+    return make_leaf(by.name, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
 
 
 def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | str:

@@ -2,16 +2,31 @@
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
-from parity.weights.claims import Sides, claimed, names_in, other_names, owners, reading, set_apart, torch_names, undecided
+from parity.weights.claims import (
+    Sides,
+    claimed,
+    known_names,
+    names_in,
+    other_names,
+    owners,
+    reading,
+    set_apart,
+    torch_names,
+    undecided,
+    unmarked,
+)
+from parity.weights.cuts import cut_as_named
 from parity.weights.files import Tree
-from parity.weights.layouts import AS_IS, Bijection
+from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import Layer, Leaf
-from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
+from parity.weights.named_layouts import Given, MisfitError
+from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
 from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
+from parity.weights.wrappers import hint, unwrapped
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
@@ -25,13 +40,24 @@ class Pair:
         source: the source's leaf.
         target: the target's leaf.
         layout: from the source's layout to the target's.
-        decided_by: a rule of the ledger, or the names alone.
+        decided_by: a rule of the ledger, the names alone, or a layout that rename gave.
+        given: the layouts that rename gave, as it writes them behind Flax's name; '' if it gave none.
+        forward: whether those lead from source to target.
     """
 
     source: Leaf
     target: Leaf
     layout: Bijection
-    decided_by: Literal["rule", "name"]
+    decided_by: Literal["rule", "name", "rename"]
+    given: str = ""
+    forward: bool = True
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Source and target name, with the layouts that rename gave, to be passed as a rename again."""
+        if self.forward:
+            return self.source.path, f"{self.target.path}{self.given}"
+        return f"{self.source.path}{self.given}", self.target.path
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Pairing:
             settings are; one sentence each.
         aside: paths of torch arrays that are left out, or stay as they are, by their nature.
         zeros: leaves of the target that get zeros, because what they hold has no name in the source.
+        notes: what was made of the names of a side; one sentence each.
     """
 
     source: Room
@@ -66,6 +93,7 @@ class Pairing:
     alone: tuple[str, ...] = ()
     zeros: tuple[Leaf, ...] = ()
     aside: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def pair(
@@ -93,12 +121,16 @@ def pair(
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
     targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
     sides: Sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
-    layers = rooms[0].layers(source), rooms[1].layers(target)
+    whole = unwrapped((ordered(sources), targets), (rooms[0].layers(source), rooms[1].layers(target)), Rename(rename))
+    sources, targets = whole.leaves
+    layers = whole.layers[0], whole.layers[1]
     if sides[0] != sides[1]:
         sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-    renames, used = directed(Rename(rename), sides, sources), set[str]()
+    renames = directed(Rename(rename), sides, sources)
     problems = unused_patterns(ignore, ignored_source + ignored_target)
-    apart = set_apart(sources, targets, renames, sides)
+    sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
+    cut = cut_as_named(sources, targets, renames, sought)
+    apart = set_apart(cut.sources, cut.targets, renames, sides)
     sources, targets = apart.sources, apart.targets
     index = indexed(targets, sides)
     flax_layers = {layer.own_path: layer for layer in layers[sides.index("flax")]} if sides[0] != sides[1] else {}
@@ -106,11 +138,9 @@ def pair(
     taken: dict[str, Leaf] = {}
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
-        tries = [renames.apply(name) for name in names_in(leaf, sides[0], sides[1])]
-        used |= {key for _, key in tries if key is not None}
-        # Where the caller gave a name, no derived one counts.
-        tries = [(new, key) for new, key in tries if key is not None] or tries
-        found = next((index[new] for new, _ in tries if new in index), None)
+        tries = tried(leaf, renames, sides)
+        problems += [rival for name, one in tries if one and (rival := renames.rivals(name)) and rival not in problems]
+        found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
             stray.append((leaf, found))
             continue
@@ -118,22 +148,32 @@ def pair(
             problems.append(f"{leaf.path} and {taken[found[0].path].path} both lead to {found[0].path}; rename one of them")
             continue
         taken[found[0].path] = leaf
-        made = make_pair(leaf, found[0], sides, flax_layers)
+        made = make_pair(leaf, found[0], sides, flax_layers, by)
         problems += [made] if isinstance(made, str) else []
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
-    travelled = {p.source.identity for p in pairs}
+    travelled = {p.source.identity for p in pairs} | {p.source.part.identity for p in pairs if p.source.part}
+    stray = [(leaf, f) for leaf, f in stray if not {leaf.path, leaf.array_path} & cut.blamed]
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
-    empty = [leaf for leaf in targets if leaf.path not in taken]
+    empty = [leaf for leaf in targets if leaf.path not in taken and not {leaf.path, leaf.array_path} & cut.blamed]
+    empty = together(empty, targets)
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
     help_first = remedy(strays, empty, sides, flax_layers)
-    problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
+    problems += unfitting(renames, sources, sides)
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
-    problems = wrapped(sources, targets, problems, sides) + told.refused + apart.problems + help_first + problems
+    problems = (
+        cut.problems
+        + whole.problems
+        + hints(sources, targets, problems, sides)
+        + told.refused
+        + apart.problems
+        + help_first
+        + problems
+    )
     return Pairing(
         rooms[0],
         rooms[1],
@@ -145,10 +185,55 @@ def pair(
         lost,
         tuple(told.disagreeing),
         renames,
-        tuple(apart.alone + told.notes),
+        tuple(whole.alone + apart.alone + told.notes),
         tuple(apart.zeros),
-        tuple(apart.aside),
+        tuple(whole.aside + apart.aside),
+        tuple(in_words(note, names) for note in whole.notes),
     )
+
+
+def ordered(leaves: list[Leaf]) -> list[Leaf]:
+    """Leaves with numbered siblings in the order of their numbers: files list them by letters."""
+    places = {path: place for place, path in enumerate(in_order(leaf.path for leaf in leaves))}
+    return sorted(leaves, key=lambda leaf: places[leaf.path])
+
+
+# A name that a source leaf may have on the other side, or what rename made of it.
+Try = tuple[str, Renamed | None]
+
+
+def tried(leaf: Leaf, renames: Rename, sides: Sides) -> list[Try]:
+    """Every name of a source leaf, with what rename makes of it."""
+    return [(name, renames.find(name)) for name in names_in(leaf, *sides)]
+
+
+def led(tries: list[Try]) -> list[Try]:
+    """The names under which the counterpart is looked for: where the caller gave one, no derived one counts."""
+    given: list[Try] = [(one.name, one) for _, one in tries if one]
+    return given or tries
+
+
+def together(empty: list[Leaf], targets: list[Leaf]) -> list[Leaf]:
+    """The leaves, an array in whose slices nothing arrives but once."""
+    lacking = {leaf.path for leaf in empty}
+    filled = {leaf.array_path for leaf in targets if leaf.mark and leaf.path not in lacking}
+    found: dict[str, Leaf] = {}
+    for leaf in empty:
+        whole = leaf.mark and leaf.part and leaf.array_path not in filled
+        found.setdefault(
+            leaf.array_path if whole else leaf.path,
+            replace(unmarked(leaf), shape=leaf.part.shape) if whole and leaf.part else leaf,
+        )
+    return list(found.values())
+
+
+def unfitting(renames: Rename, sources: list[Leaf], sides: Sides) -> list[str]:
+    """The entries of rename that fit no name of the source, one sentence each."""
+    known = {name: leaf.path for leaf in sources for name in names_in(leaf, *sides)}
+    lost = [entry.key for entry in renames.entries if not any(map(entry.key.matches, known))]
+    near = {key.text: nearest(key.path, {bare(name): path for name, path in known.items()}) for key in lost}
+    paths = {bare(name): bare(path) for name, path in known.items()}
+    return [f"rename key {text!r} fits no name of the source{suggestion(found, paths)}" for text, found in near.items()]
 
 
 def room_of(value: Any, role: str) -> Room:
@@ -176,9 +261,12 @@ def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     """The rename from source names to target names: of the two directions the one whose keys fit the source."""
     given, turned = rename, rename.inverse()
 
-    def fitting(one: Rename) -> int:
-        names = [name for leaf in sources for name in names_in(leaf, *sides)]
-        return len({one.apply(name)[1] for name in names} - {None})
+    names = [name for leaf in sources for name in names_in(leaf, *sides)]
+
+    def fitting(one: Rename) -> tuple[int, int]:
+        # Where names alone leave it open, layouts tell which side is Flax's.
+        marked = [sides[1] if entry.forward else sides[0] for entry in one.entries if entry.layouts]
+        return sum(any(map(entry.key.fits, names)) for entry in one.entries), marked.count("flax")
 
     first, second = (turned, given) if sides == ("flax", "torch") else (given, turned)
     return first if fitting(first) >= fitting(second) else second
@@ -198,19 +286,70 @@ def indexed(leaves: list[Leaf], sides: Sides) -> dict[str, list[Leaf]]:
             join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, sides[1]), leaf.name)
         ]
         names += other_names(leaf, sides[1]) if sides[0] != sides[1] else []
-        for path in dict.fromkeys(names):
+        for path in dict.fromkeys(f"{name}{leaf.mark}" for name in names):
             if path not in exact and leaf not in derived.setdefault(path, []):
                 derived[path].append(leaf)
     return derived | exact
 
 
-def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str, Layer]) -> Pair | str:
+def make_pair(
+    source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str, Layer], by: Renamed | None = None
+) -> Pair | str:
     """The pair with its layout, or why the two do not fit."""
+    if by and by.entry.layouts:
+        return given_pair(source, target, sides, flax_layers, by)
     if sides[0] == sides[1]:
         if source.shape != target.shape:
             return f"{source.path} has shape {source.shape}, {target.path} has {target.shape}"
         return Pair(source, target, AS_IS, "name")
     torch_leaf, flax_leaf = (source, target) if sides[0] == "torch" else (target, source)
+    found = family_of(torch_leaf, flax_leaf, flax_layers)
+    if isinstance(found, str):
+        return found
+    family, decided_by = found
+    layout = family.between(torch_leaf.shape, flax_leaf.shape)
+    if layout is None:
+        hint = ""
+        if torch_leaf.shape == flax_leaf.shape:
+            hint = f"; Flax stores it {family.name}"
+        elif family is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
+            hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
+        if hint:
+            hint += f": if this one is otherwise, rename to {f'{flax_leaf.path} | {other_way(family)}'!r}"
+        return unequal(torch_leaf, flax_leaf, family, hint)
+    if by and family is TRANSPOSED and layout is TRANSPOSED and columns_cut(torch_leaf) and len(set(flax_leaf.shape)) == 1:
+        # A Linear is cut in its rows; of columns, what is stored as Flax has it is the likelier case, and is as square.
+        return (
+            f"{torch_leaf.path} is cut in columns and is square, so that nothing shows whether Flax wants it transposed; "
+            f"rename to {f'{flax_leaf.path} | transposed'!r} or to {f'{flax_leaf.path} | as is'!r}"
+        )
+    return Pair(source, target, layout if sides[0] == "torch" else layout.inverse(), decided_by)
+
+
+def other_way(family: Family) -> str:
+    """The layout that is meant if not this one."""
+    return "transposed" if family is AS_IS else "as is"
+
+
+def columns_cut(leaf: Leaf) -> bool:
+    """Whether a slice by rename takes all rows of a matrix and some of its columns."""
+    if not leaf.mark or leaf.part is None or leaf.part.before or len(leaf.part.shape) != 2:
+        return False
+    rows, columns = (len(span.places) == size for span, size in zip(leaf.part.spans, leaf.part.shape, strict=True))
+    return rows and not columns
+
+
+def unequal(torch_leaf: Leaf, flax_leaf: Leaf, family: Family, hint: str) -> str:
+    return (
+        f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {family.wanted(torch_leaf.shape)}, "
+        f"but it has {flax_leaf.shape}{hint}"
+    )
+
+
+def family_of(
+    torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]
+) -> tuple[Family, Literal["rule", "name"]] | str:
+    """How an array is laid out by the ledger or by its names, and which of them says so; or why that is not certain."""
     entry = reading(torch_leaf, flax_leaf, flax_layers)
     if not entry:
         stranger = strangers(torch_leaf, flax_leaf)
@@ -228,19 +367,44 @@ def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str
                 f"{torch_leaf.path} and {flax_leaf.path}: their names alone do not tell how a kernel of {axes} axes "
                 "is laid out; give a model in place of one of the trees or files"
             )
-    layout = family.between(torch_leaf.shape, flax_leaf.shape)
+    return family, "rule" if entry and not flax_leaf.by_name else "name"
+
+
+def given_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str, Layer], by: Renamed) -> Pair | str:
+    """The pair with the layout that rename gives, or why that does not fit."""
+    entry = by.entry
+    if by.tail:
+        return f"rename {entry} gives a layout to a module, of which {source.path} is one array; give it to each array by name"
+    marked = sides[1] if entry.forward else sides[0]
+    if sides[0] != sides[1] and marked != "flax":
+        return f"rename {entry} gives a layout to a name of torch's; write it behind Flax's name"
+    before, behind = (source, target) if entry.forward else (target, source)
+    last: Family | None = None
+    if sides[0] != sides[1] and not any(step.axes for step in entry.layouts):
+        found = family_of(before, behind, flax_layers)
+        if isinstance(found, str):
+            return found
+        last = found[0]
+    family = Given(entry.layouts, None if last is AS_IS else last)
+    layout = family.between(before.shape, behind.shape)
     if layout is None:
-        hint = ""
-        if torch_leaf.shape == flax_leaf.shape:
-            hint = f"; Flax stores it {family.name}"
-        elif family is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
-            hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
-        return (
-            f"{torch_leaf.path} has shape {torch_leaf.shape}, so {flax_leaf.path} must have {family.wanted(torch_leaf.shape)}, "
-            f"but it has {flax_leaf.shape}{hint}"
-        )
-    decided_by: Literal["rule", "name"] = "rule" if entry and not flax_leaf.by_name else "name"
-    return Pair(source, target, layout if sides[0] == "torch" else layout.inverse(), decided_by)
+        return f"rename {entry}: {misfit(family, before, behind)}"
+    given = "".join(f" | {step.name}" for step in entry.layouts)
+    return Pair(source, target, layout if entry.forward else layout.inverse(), "rename", given, entry.forward)
+
+
+def misfit(family: Given, before: Leaf, behind: Leaf) -> str:
+    """Why layouts that rename gives do not lead from one array to another."""
+    try:
+        made = family.built(before.shape, behind.shape)
+    except MisfitError as error:
+        return f"{before.path} {before.shape} to {behind.path} {behind.shape}: {error}"
+    got = made.shape(before.shape)
+    change = "take ' | transposed' away"
+    if not any(step.word == "transposed" for step in family.steps):
+        change = "add ' | transposed' behind it"
+    hint = f"; {change}" if got == behind.shape[::-1] else ""
+    return f"{before.path} {before.shape} becomes {got}, but {behind.path} has {behind.shape}{hint}"
 
 
 def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
@@ -258,6 +422,7 @@ def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
 def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) -> None:
     """Count further names of a target array that is already filled as filled."""
     filled = {p.target.identity: p.source for p in pairs}
+    filled |= {p.target.part.identity: p.source for p in pairs if p.target.part}
     for leaf in targets:
         if leaf.path not in taken and leaf.identity in filled:
             taken[leaf.path] = filled[leaf.identity]
@@ -267,7 +432,7 @@ def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Lea
     if found:
         names = ", ".join(other.path for other in found)
         return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
-    looked_for = renames.apply(names_in(leaf, sides[0], sides[1])[0])[0]
+    looked_for = led(tried(leaf, renames, sides))[0][0]
     known = {other.path: other.path for other in targets}
     known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     near = nearest(looked_for, known)
@@ -283,6 +448,8 @@ def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Side
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
     """What to pass if leaves without counterpart belong together, or are to be left alone."""
+    if any(leaf.mark for leaf in (*stray, *empty)):
+        return []
     made = [make_pair(s, t, sides, flax_layers) for s, t in zip(stray, empty)]
     if len(stray) == len(empty) and all(isinstance(one, Pair) for one in made):
         rename: dict[str, str] = {}
@@ -306,19 +473,13 @@ def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
 
 
-def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
-    """What to do about names that differ because one of the models is wrapped."""
-    source, target = [leaf.path for leaf in sources], [leaf.path for leaf in targets]
-    found = []
-    for role, paths, others in (("source", source, target), ("target", target, source)) if problems else ():
-        prefix = wrapper(paths, others)
-        if prefix:
-            rename = {prefix: ""} if role == "source" or sides[0] != sides[1] else {"": prefix}
-            found.append(
-                f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; "
-                f"give the model inside it, .{prefix}, or pass rename={rename}"
-            )
-        computed = [path for path in paths if ".parametrizations." in f".{path}"]
+def hints(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
+    """What to do about names that differ because one of the models is wrapped, or computes its parameters."""
+    if not problems:
+        return []
+    found = hint(sources, targets, sides)
+    for role, leaves in (("source", sources), ("target", targets)):
+        computed = [leaf.path for leaf in leaves if ".parametrizations." in f".{leaf.path}"]
         if computed:
             found.append(
                 f"{computed[0]} of the {role} is what a parametrization computes a parameter from; call "
@@ -380,7 +541,7 @@ def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Si
     other |= {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1] if not layer.by_name}
     for layer in layers[0]:
         paths = (layer.path, layer.own_path, *layer.also)
-        names = [*(renames.apply(path)[0] for path in paths), layer.path, *layer.also] if not layer.by_name else []
+        names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also] if not layer.by_name else []
         twin = next((other[name] for name in names if name in other), None)
         if twin:
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)

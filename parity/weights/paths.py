@@ -3,8 +3,11 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from parity.errors import InputError
+from parity.weights.named_layouts import Named
+from parity.weights.names import Name, doubtful, holes
 
 
 def join(*parts: str) -> str:
@@ -56,19 +59,45 @@ def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
     return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15 or letters(candidate) > 0.85]
 
 
-# What wrappers put in front of the names of the model inside, and how to get at that model.
-WRAPPERS = {
-    "_orig_mod": "torch.compile puts that there",
-    "module": "torch.nn.DataParallel and DistributedDataParallel put that there",
-    "_fsdp_wrapped_module": "FullyShardedDataParallel puts that there",
-}
+@dataclass(frozen=True)
+class Renaming:
+    """One entry of a rename, in one direction.
+
+    Attributes:
+        key: the side on which names are looked up.
+        value: the side that they lead to.
+    """
+
+    key: Name
+    value: Name
+
+    @property
+    def layouts(self) -> tuple[Named, ...]:
+        """The layouts that stand behind one of its sides."""
+        return self.value.layouts or self.key.layouts
+
+    @property
+    def forward(self) -> bool:
+        """Whether the layouts lead from key to value; they lead to the side that they stand behind."""
+        return bool(self.value.layouts)
+
+    def __str__(self) -> str:
+        return f"{self.key.text!r} -> {self.value.text!r}"
 
 
-def wrapper(paths: list[str], others: list[str]) -> str | None:
-    """The prefix that a wrapper gave to all of the first paths and to none of the others."""
-    first = {path.partition(".")[0] for path in paths}
-    found = next(iter(first)) if len(first) == 1 else ""
-    return found if found in WRAPPERS and not any(path.startswith(f"{found}.") for path in others) else None
+@dataclass(frozen=True)
+class Renamed:
+    """What became of a name.
+
+    Attributes:
+        name: the new one.
+        entry: which entry made it.
+        tail: what the name has behind the entry's own path; '' if the entry names it whole.
+    """
+
+    name: str
+    entry: Renaming
+    tail: str
 
 
 class Rename:
@@ -76,53 +105,111 @@ class Rename:
 
     A key may be the path of a leaf or of a module with all that lies below it. `{i}` stands
     for one number and `{name}` for one part of a path; what a hole took on one side fills
-    the same hole on the other. Patterns are anchored: they begin at the root. The longest
-    pattern that fits wins.
+    the same hole on the other. Patterns are anchored: they begin at the root. The pattern that
+    says most of a path wins.
+
+    Either side may take a slice of its array, as Python writes it: `c_attn.weight[:, 0:768]`. A hole in
+    a slice counts along that axis: `h.{i}.weight` -> `h.kernel[{i}]` stacks, for a leaf or for all below a
+    module. Layouts behind ` | ` lead from the other side's array to the one that they stand behind, which
+    must be Flax's: `q.kernel | rotary(8)`.
 
     Raises:
-        InputError: the holes of a key and of its value differ, or two keys have one value.
+        InputError: the holes of a key and of its value differ or could be filled in several ways, two keys
+            have one value, or a slice or layout is not one.
     """
 
     def __init__(self, mapping: Mapping[str, str] | None):
         if not isinstance(mapping, Mapping | None) or not all(isinstance(n, str) for kv in (mapping or {}).items() for n in kv):
             raise InputError(f"rename must be a mapping from names to names, got {mapping!r}")
         self.mapping = dict(mapping or {})
-        problems = []
+        problems, entries = [], list[Renaming]()
         for key, value in self.mapping.items():
-            if sorted(holes(key)) != sorted(holes(value)) or len(set(holes(key))) != len(holes(key)):
-                problems.append(f"{key!r} -> {value!r}: both sides need the same holes, each once")
-        if len(set(self.mapping.values())) < len(self.mapping):
-            twice = sorted({v for v in self.mapping.values() if list(self.mapping.values()).count(v) > 1})
-            problems.append(f"several names lead to {', '.join(map(repr, twice))}; a rename must be invertible")
+            try:
+                counted = Name(key).numbers | Name(value).numbers
+                entries.append(Renaming(Name(key, counted), Name(value, counted)))
+            except InputError as error:
+                problems.append(f"{key!r} -> {value!r}: {error}")
+        problems += [f"{entry}: {problem}" for entry in entries if (problem := unclear(entry))]
+        for side in ("value", "key"):
+            meant = [getattr(entry, side).meant for entry in entries]
+            twice = sorted({name for name in meant if meant.count(name) > 1}, key=natural)
+            if twice:
+                which = "several names lead to" if side == "value" else "several entries are for"
+                problems.append(f"{which} {', '.join(map(repr, twice))}; a rename must be invertible")
         if problems:
             raise InputError("rename: " + "; ".join(problems))
-        ordered = sorted(self.mapping.items(), key=lambda item: len(item[0]), reverse=True)
-        self._patterns = [(key, compiled(key), value) for key, value in ordered]
+        self.entries = sorted(entries, key=lambda entry: exactness(entry.key), reverse=True)
 
     def inverse(self) -> "Rename":
+        """The same, from values to keys."""
         return Rename({value: key for key, value in self.mapping.items()})
+
+    def find(self, name: str) -> Renamed | None:
+        """The new name and the entry that made it, None if nothing fits."""
+        for entry in self.entries:
+            match = entry.key.matches(name)
+            if match:
+                return Renamed(entry.value.filled(match), entry, match.tail)
+        return None
 
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
-        for key, pattern, value in self._patterns:
-            match = pattern.match(path)
-            if match:
-                filled = re.sub(r"\{(\w+)\}", lambda hole: match.group(f"hole_{hole.group(1)}"), value)  # noqa: B023
-                return join(filled, path[match.end() :].lstrip(".")), key
-        return path, None
+        found = self.find(path)
+        return (found.name, found.entry.key.text) if found else (path, None)
+
+    def rivals(self, name: str) -> str:
+        """Why an entry is not the one that is meant, '' if it is: another says as much of the name, and something else."""
+        fitting = [(entry, match) for entry in self.entries if (match := entry.key.matches(name))]
+        best = [(e, m) for e, m in fitting if exactness(e.key) == exactness(fitting[0][0].key)]
+        new = {entry.value.filled(match) for entry, match in best}
+        if len(new) < 2:
+            return ""
+        keys = " and ".join(repr(entry.key.text) for entry, _ in best)
+        return f"rename keys {keys} both fit {name}, and lead to {' and '.join(sorted(new))}; make one of them more exact"
 
 
-def holes(pattern: str) -> list[str]:
-    return re.findall(r"\{(\w+)\}", pattern)
+def exactness(name: Name) -> tuple[int, int, bool]:
+    """How much a pattern says of a path, to be compared."""
+    return (*name.weight, bool(name.index))
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    body = ""
-    for part in re.split(r"(\{\w+\})", pattern):
-        if part.startswith("{") and part.endswith("}"):
-            name = part[1:-1]
-            body += rf"(?P<hole_{name}>\d+)" if len(name) == 1 else rf"(?P<hole_{name}>[^.]+)"
-        else:
-            body += re.escape(part)
-    # Up to the end of a path or of one of its parts.
-    return re.compile(rf"{body}(?=\.|$)" if pattern else r"(?=.)")
+def unclear(entry: Renaming) -> str:
+    """Why an entry cannot be followed in both directions, '' if it can."""
+    key, value = holes(entry.key.meant), holes(entry.value.meant)
+    if sorted(key) != sorted(value) or len(set(key)) != len(key):
+        return "both sides need the same holes, each once"
+    if entry.key.layouts and entry.value.layouts:
+        return "layouts stand behind both sides; write them behind Flax's name"
+    return doubtful(entry.key.path, entry.key.counted) or doubtful(entry.value.path, entry.value.counted)
+
+
+def bare(name: str) -> str:
+    """A name without the slice behind it."""
+    return re.sub(r"( \|[^\[\]]*)?\[[^\[\]]*\]$", "", name)
+
+
+def in_order(paths: Iterable[str]) -> list[str]:
+    """The paths with numbered siblings in the order of their numbers, and all else as it comes.
+
+    Files list `layers.10` before `layers.2`; a model lists its layers as they were made.
+    """
+    children: dict[str, dict[str, None]] = {}
+    paths = list(paths)
+    for path in paths:
+        for owner, part in steps(path):
+            children.setdefault(owner, {})[part] = None
+    ranks = {owner: {part: rank for rank, part in enumerate(numbered(list(parts)))} for owner, parts in children.items()}
+    return sorted(paths, key=lambda path: [ranks[owner][part] for owner, part in steps(path)])
+
+
+def steps(path: str) -> list[tuple[str, str]]:
+    """Each part of a path, behind the path of its owner."""
+    parts = path.split(".")
+    return [(".".join(parts[:depth]), part) for depth, part in enumerate(parts)]
+
+
+def numbered(parts: list[str]) -> list[str]:
+    """Siblings, those that differ by a number at the end alone in its order, at the places that they had."""
+    split_ = {part: found.groups() for part in parts if (found := re.fullmatch(r"(.*?)([0-9]+)", part, re.DOTALL))}
+    ascending = {stem: iter(sorted((p for p in split_ if split_[p][0] == stem), key=natural)) for stem, _ in split_.values()}
+    return [next(ascending[split_[part][0]]) if part in split_ else part for part in parts]

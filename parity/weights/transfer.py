@@ -1,8 +1,9 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
-from parity.weights.files import count_nan, read_rename, same_bits
+from parity.weights.files import read_rename, same_bits
 from parity.weights.layouts import Layout
 from parity.weights.leaf import Leaf, gathered
 from parity.weights.pairing import Pair, Pairing, pair
@@ -29,7 +30,7 @@ class Entry:
         dtype: in the source.
         target_dtype: in the target, after the transfer.
         bytes: in the target.
-        decided_by: `rule` for a row of the ledger, `name` where no layer was known.
+        decided_by: `rule` for a row of the ledger, `name` where no layer was known, `rename` where that gave a layout.
         shared: whether source and target now use the same memory.
     """
 
@@ -60,6 +61,8 @@ class Transfer:
             what differs although weights and settings agree; one sentence each.
         notes: what was found in checkpoints, such as NaN or the key of the weights; one sentence each.
         verified: whether the result was read back and is bit-equal to what was sent.
+        rename: each source name and its target name, slices and given layouts included, to be edited and
+            passed as `rename`.
     """
 
     value: Any
@@ -72,11 +75,7 @@ class Transfer:
     alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     verified: bool = False
-
-    @property
-    def rename(self) -> dict[str, str]:
-        """Each source name and its target name, to be edited and passed as `rename`."""
-        return {entry.source: entry.target for entry in self.plan}
+    rename: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -92,7 +91,7 @@ class Transfer:
         """The result for machines; the value itself is left out."""
         from parity.report.data import as_data
 
-        return as_data(self, leave_out=("value",))
+        return as_data(self, leave_out=("value", "rename"))
 
 
 def transfer(
@@ -123,9 +122,10 @@ def transfer(
             place and then put there; the end of its name says its kind (a name without one becomes a
             folder of safetensors shards, `.orbax` an Orbax folder).
         rename: names on the torch side to names on the Flax side, of leaves or of modules; used
-            in either direction of travel. `{i}` stands for a number that both sides share.
-            Between two of one framework: names of the source to names of the target. Or the path of a
-            JSON file that holds them.
+            in either direction of travel. `{i}` stands for a number that both sides share. A name may
+            end in a slice, `c_attn.weight[:, 0:768]`; `h.{i}` -> `h[{i}]` stacks. Behind Flax's name may
+            stand layouts, `q.kernel | rotary(8) | transposed`. Between two of one framework: names of
+            the source to names of the target. Or the path of a JSON file that holds them.
         ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
         cast: None wants equal dtypes; "target" rounds to the target's dtype, "source" gives the
             target the source's dtype, any dtype's name casts to that on arrival.
@@ -159,7 +159,7 @@ def transfer(
         raise InputError("like and overwrite are for a target that is a path; a model or tree says itself what it takes")
     pairing = pair(source, target, rename=rename, ignore=ignore)
     dtypes = {p.target.path: wanted_dtype(p, cast) for p in pairing.pairs}
-    problems = pairing.problems + dtype_problems(pairing, cast)
+    problems = pairing.problems + dtype_problems(pairing, cast) + mixed_dtypes(pairing, dtypes)
     problems += tuple(f"{p.source.path} {p.source.unreadable}" for p in pairing.pairs if p.source.unreadable)
     arriving = {p.target.array_path: dtypes[p.target.path] for p in pairing.pairs}
     problems += tuple(pairing.target.refusals(target, arriving | {leaf.array_path: leaf.dtype for leaf in pairing.zeros}))
@@ -168,7 +168,7 @@ def transfer(
     sent = Sent(pairing, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
     if problems:
-        found = {p.source.path: p.target.path for p in pairing.pairs}
+        found = dict(p.names for p in pairing.pairs)
         raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
     value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
     if verify and not dry and not isinstance(target, Target):
@@ -183,8 +183,9 @@ def transfer(
         pairing.lost_ties,
         pairing.settings,
         pairing.alone,
-        (*(note for side in opened for note in side.notes), *sent.notes.values()),
+        (*pairing.notes, *(note for side in opened for note in side.notes), *sent.notes.values()),
         verify and not dry,
+        dict(p.names for p in pairing.pairs),
     )
 
 
@@ -215,23 +216,26 @@ class Sent(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         pairs, zeros = self.pairs.get(path, []), self.zeros.get(path, [])
-        arrays = [(p.target, travelled(p, self.dtypes[p.target.path], self.copy)) for p in pairs]
-        self.told(path, [(p, array) for p, (_, array) in zip(pairs, arrays)], pairs[0].source.path if pairs else path)
-        empty = [
-            (leaf, np.zeros(leaf.shape, numpy_dtype(self.dtypes[pairs[0].target.path] if pairs else leaf.dtype)))
-            for leaf in zeros
-        ]
-        return gathered(arrays + empty)[path]
+        dtype = self.dtypes[pairs[0].target.path] if pairs else ""
+        empty = ((leaf, np.zeros(leaf.shape, numpy_dtype(dtype or leaf.dtype))) for leaf in zeros)
+        whole = gathered(itertools.chain(self.arriving(path), empty))[path]
+        self.told(path, pairs[0].source.path if pairs else path)
+        return whole
 
-    def told(self, path: str, arrived: list[tuple[Pair, Any]], name: str) -> None:
-        """Note what is in an array that is asked for the first time, and tell of its bytes."""
+    def arriving(self, path: str) -> Iterator[tuple[Leaf, Any]]:
+        """The parts of an array as they arrive, one after the other: no two of them are held at once."""
+        for p in self.pairs.get(path, ()):
+            array = travelled(p, self.dtypes[p.target.path], self.copy)
+            if path not in self.asked and p.source.from_file and (gone := count_nan(array)):
+                note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
+                self.notes[p.target.path] = note
+            yield p.target, array
+
+    def told(self, path: str, name: str) -> None:
+        """Tell of the bytes of an array that is asked for the first time."""
         if path in self.asked:
             return
         self.asked[path] = self.bytes(path)
-        for p, array in arrived:
-            if p.source.from_file and (gone := count_nan(array)):
-                note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
-                self.notes[p.target.path] = note
         if self.progress:
             self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
 
@@ -281,6 +285,19 @@ def dtype_problems(pairing: Pairing, cast: str | None) -> tuple[str, ...]:
         )
         for p in pairing.pairs
         if p.source.dtype != p.target.dtype and (cast is None or kind(p.source.dtype) != kind(p.target.dtype))
+    )
+
+
+def mixed_dtypes(pairing: Pairing, dtypes: Mapping[str, str]) -> tuple[str, ...]:
+    """Arrays of the target whose parts would arrive in several dtypes; one sentence each."""
+    found: dict[str, dict[str, Pair]] = {}
+    for p in pairing.pairs:
+        found.setdefault(p.target.array_path, {}).setdefault(dtypes[p.target.path], p)
+    return tuple(
+        f"{path} would get {' and '.join(f'{p.source.path} in {dtype}' for dtype, p in parts.items())}; "
+        'pass cast="target", or the name of one dtype'
+        for path, parts in found.items()
+        if len(parts) > 1
     )
 
 

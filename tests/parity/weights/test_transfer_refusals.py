@@ -268,20 +268,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], 
         {},
         ("parametrizations.weight.original0 of the source is what a parametrization computes", "remove_parametrizations"),
     ),
-    "data-parallel": (
-        lambda: nn.DataParallel(nn.Linear(3, 5)),
-        flax_linear,
-        {},
-        ("every name of the source begins with 'module'", "give the model inside it, .module, or pass rename={'module': ''}"),
-    ),
-    "compiled": (lambda: torch.compile(nn.Linear(3, 5)), flax_linear, {}, ("pass rename={'_orig_mod': ''}",)),
-    "compiled-target": (flax_linear, lambda: torch.compile(nn.Linear(3, 5)), {}, ("pass rename={'_orig_mod': ''}",)),
-    "compiled-target-torch": (
-        lambda: nn.Linear(3, 5),
-        lambda: torch.compile(nn.Linear(3, 5)),
-        {},
-        ("every name of the target begins with '_orig_mod'", "pass rename={'': '_orig_mod'}"),
-    ),
     "separate-into-tied": (
         lambda: {"a": torch.ones(2), "b": torch.zeros(2)},
         shared_flax,
@@ -305,22 +291,6 @@ def test_a_refusal_says_why_and_writes_nothing(name):
         assert sentence in str(error.value)
     assert str(error.value).startswith("transfer refused, nothing was written")
     assert before is None or (snapshot(source), snapshot(target)) == before
-
-
-@pytest.mark.parametrize("role", ["source", "target"])
-@pytest.mark.parametrize("hint", [("compiled", {"_orig_mod": ""}), ("data-parallel", {"module": ""})], ids=str)
-def test_the_hint_about_a_wrapper_works(role, hint):
-    wrapped, plain = REFUSALS[hint[0]][0](), flax_linear()
-    done = parity.transfer(*((wrapped, plain) if role == "source" else (plain, wrapped)), rename=hint[1])
-    assert len(done.plan) == 2
-
-
-def test_the_hint_between_two_of_torch_works():
-    assert len(parity.transfer(nn.Linear(3, 5), torch.compile(nn.Linear(3, 5)), rename={"": "_orig_mod"}).plan) == 2
-
-
-def test_a_model_that_calls_its_own_part_module_gets_no_hint_without_need():
-    assert parity.transfer(nn.ModuleDict({"module": nn.Linear(3, 5)}), nnx.Dict(module=flax_linear())).passed
 
 
 def test_to_empty_makes_a_meta_target_fillable():

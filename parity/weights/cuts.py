@@ -1,0 +1,173 @@
+"""Arrays cut as a rename says, on either side, and every value of a cut array accounted for once."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parity.errors import InputError
+from parity.weights.layouts import Bijection
+from parity.weights.leaf import Leaf, Part
+from parity.weights.named_layouts import Given, MisfitError
+from parity.weights.names import Match, Name, Span, in_brackets
+from parity.weights.paths import Rename, Renaming, exactness, natural
+
+Names = Callable[[Leaf], Iterable[str]]
+
+
+@dataclass
+class Cut:
+    """The leaves of both sides, cut.
+
+    Attributes:
+        sources: of the source.
+        targets: of the target.
+        problems: slices that do not fit, overlap, leave a gap or are stacked in another number; one sentence each.
+        blamed: paths of the arrays that a problem is about.
+    """
+
+    sources: list[Leaf]
+    targets: list[Leaf]
+    problems: list[str] = field(default_factory=list)
+    blamed: set[str] = field(default_factory=set)
+
+
+def cut_as_named(sources: list[Leaf], targets: list[Leaf], renames: Rename, names: tuple[Names, Names]) -> Cut:
+    """Cut the arrays that a rename takes in slices.
+
+    Args:
+        sources: leaves of the source.
+        targets: leaves of the target.
+        renames: from source names to target names.
+        names: by which names a leaf of either side may be meant.
+    """
+    done = Cut(sources, targets)
+    if not any(entry.key.index or entry.value.index for entry in renames.entries):
+        return done
+    done.sources = cut_side(sources, [entry.key for entry in renames.entries], names[0], done)
+    done.targets = cut_side(targets, [entry.value for entry in renames.entries], names[1], done)
+    for entry in renames.entries:
+        if entry.key.numbers or entry.value.numbers:
+            stacked_alike(entry, done, names)
+    return done
+
+
+def cut_side(leaves: list[Leaf], sides: list[Name], names: Names, done: Cut) -> list[Leaf]:
+    """The leaves of one side, those that are meant in slices cut."""
+    found: list[Leaf] = []
+    for leaf in leaves:
+        cutting = meaning(leaf, sides, names)
+        if not any(side.index for side in cutting):
+            found.append(leaf)
+            continue
+        try:
+            parts = [part for side in cutting for part in slices_of(leaf, side)]
+        except (InputError, MisfitError) as error:
+            done.problems.append(f"{leaf.path}: {error}")
+            done.blamed.add(leaf.path)
+            found.append(leaf)
+            continue
+        wrong = uncovered(leaf, parts)
+        done.problems += [wrong] if wrong else []
+        done.blamed |= {leaf.path} if wrong else set()
+        found += parts
+    return found
+
+
+def meaning(leaf: Leaf, sides: list[Name], names: Names) -> list[Name]:
+    """The sides of entries that say the most of a leaf's path, whatever the slice."""
+    fitting: dict[str, Name] = {}
+    for name in names(leaf):
+        fitting |= {side.text: side for side in sides if side.fits(name)}
+    best = max((exactness(side)[:2] for side in fitting.values()), default=None)
+    return [side for side in fitting.values() if exactness(side)[:2] == best]
+
+
+def slices_of(leaf: Leaf, side: Name) -> list[Leaf]:
+    """The parts of a leaf that a side stands for.
+
+    Raises:
+        InputError: the leaf has no such places.
+        MisfitError: what is to be done before does not fit its shape.
+    """
+    before: Bijection | None = None
+    if side.before:
+        before = Given(side.before).built(leaf.shape, None)
+    shape = before.shape(leaf.shape) if before else leaf.shape
+    if not side.index:
+        raise InputError(f"rename takes it whole and in slices: {side.text!r}; write a slice for each")
+    return [leaf.at(spans, mark, before) for mark, spans in side.slices(shape)]
+
+
+def uncovered(leaf: Leaf, parts: list[Leaf]) -> str:
+    """Which places of an array are in no part or in several, '' if each is in one."""
+    cut = [part.part for part in parts if part.part]
+    if len({part.before for part in cut}) > 1:
+        return f"{leaf.path}: its slices lay it out in several ways before they cut it; write the same layouts in each"
+    shape = cut[0].shape
+    # Places that no slice tells apart are one: an axis of thousands is a few.
+    axes = [alike([part.spans[axis].places for part in cut], size) for axis, size in enumerate(shape)]
+    counts = np.zeros([len(members) for members, _ in axes], np.int64)
+    for part in cut:
+        counts[np.ix_(*(inside(part, axis, members) for axis, (members, _) in enumerate(axes)))] += 1
+    wrong = np.argwhere(counts != 1)
+    if not len(wrong):
+        return ""
+    number = int(counts[tuple(wrong[0])])
+    where = in_brackets(tuple(axes[axis][1][place] for axis, place in enumerate(wrong[0])), shape)
+    listed = ", ".join(part.mark for part in parts[:4]) + (" and others" if len(parts) > 4 else "")
+    which = "no slice" if not number else f"{number} slices"
+    return f"{leaf.path} {leaf.shape}: {where} is in {which} of rename ({listed}); each place must be in one"
+
+
+def alike(ranges: list[range], size: int) -> tuple[list[int], list[Span]]:
+    """Places along an axis that the same ranges hold, as one: a member of each group, and the first run of the group."""
+    held = np.zeros((len(set(ranges)), size), bool)
+    for row, places in zip(held, dict.fromkeys(ranges), strict=True):
+        row[places.start : places.stop : places.step] = True
+    _, first, groups = np.unique(held, axis=1, return_index=True, return_inverse=True)
+    groups = groups.reshape(-1)
+    members = sorted(first.tolist())
+    runs = []
+    for member in members:
+        same = np.flatnonzero(groups == groups[member])
+        end = next((n for n, place in enumerate(same) if place != member + n), len(same))
+        runs.append(Span(range(member, member + end)))
+    return members, runs
+
+
+def inside(part: Part, axis: int, members: list[int]) -> list[int]:
+    return [number for number, member in enumerate(members) if member in part.spans[axis].places]
+
+
+def stacked_alike(entry: Renaming, done: Cut, names: tuple[Names, Names]) -> None:
+    """Tell of a stack that has another number of layers than the other side."""
+    mine, theirs = taken(entry.key, done.sources, names[0]), taken(entry.value, done.targets, names[1])
+    for hole in sorted(entry.key.numbers | entry.value.numbers):
+        left, right = ({match.holes[hole] for match in found.values()} for found in (mine, theirs))
+        if left == right or not left or not right:
+            continue
+        alone = sorted(left ^ right, key=natural)
+        where = "the source" if alone[0] in left else "the target"
+        done.problems.append(
+            f"{entry.key.text} of the source has {counted(left)}, {entry.value.text} of the target {counted(right)}; "
+            f"number {', '.join(alone[:4])}{' and others' if len(alone) > 4 else ''} is in {where} alone"
+        )
+        done.blamed |= {path for found in (mine, theirs) for path, match in found.items() if match.holes[hole] in alone}
+
+
+def counted(numbers: set[str]) -> str:
+    """How many layers there are, and which."""
+    ordered = sorted(map(int, numbers))
+    run = len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1
+    return f"{len(ordered)} ({f'{ordered[0]} to {ordered[-1]}' if run else ', '.join(map(str, ordered))})"
+
+
+def taken(side: Name, leaves: list[Leaf], names: Names) -> dict[str, Match]:
+    """How a side fits the leaves that it means, by path."""
+    found = {}
+    for leaf in leaves:
+        match = next((match for name in names(leaf) if (match := side.matches(name))), None)
+        if match:
+            found[leaf.path] = match
+    return found
