@@ -98,10 +98,10 @@ def leaves(value: Any) -> list[Leaf]:
         part = part_of(inner[:-1], structure) if is_model(value) else unknown_part(inner[:-1])
         path = ".".join(keys)
         leaf = make_leaf(path, part.words, keys[-1], part.kinds, role_of(keys, collections, array), path, array)
-        found.append(
-            (order.get(inner[:-1], len(order)), replace(leaf, also=part.also, by_name=part.by_name and bool(part.kinds)))
-        )
-    return [leaf for _, leaf in sorted(found, key=lambda one: (one[0], natural(one[1].path)))]
+        # In the order in which torch has them: parameters before statistics, the bias behind what it is added to.
+        place = (order.get(inner[:-1], len(order)), keys[0] != "params", keys[-1] == "bias", natural(path))
+        found.append((place, replace(leaf, also=part.also, by_name=part.by_name and bool(part.kinds))))
+    return [leaf for _, leaf in sorted(found, key=lambda one: one[0])]
 
 
 def part_of(path: tuple[str, ...], structure: Mapping[tuple[str, ...], Part]) -> Part:

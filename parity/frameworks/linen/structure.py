@@ -93,13 +93,17 @@ class Found:
     def parts(self) -> dict[Path, Part]:
         """What was met, under the paths in torch's words."""
         words: dict[Path, Path] = {}
-        for path in sorted(self.classes, key=len):
+        # A module that shares the scope of another moves to that one's path.
+        met = [path for path in self.classes if path in self.settings]
+        for path in sorted(met, key=len):
             own = next((whole for whole, owner in self.held.get(path, []) if owner == path[:-1]), path) if path else path
             parent = words.get(path[:-1], path[:-1])
             words[path] = (*parent, *own[len(path) - 1 :]) if path else ()
         return {
-            path: Part(path, kinds_of(classes), self.settings[path], ".".join(words[path]), self.further(path, words))
-            for path, classes in self.classes.items()
+            path: Part(
+                path, kinds_of(self.classes[path]), self.settings[path], ".".join(words[path]), self.further(path, words)
+            )
+            for path in met
         }
 
     def further(self, path: Path, words: Mapping[Path, Path]) -> tuple[str, ...]:
