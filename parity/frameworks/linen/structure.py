@@ -90,6 +90,10 @@ class Found:
             if child.scope is not None and (whole, path) not in self.held.setdefault(tuple(child.path), []):
                 self.held[tuple(child.path)].append((whole, path))
 
+    def structure(self) -> Structure:
+        """All that was met."""
+        return Structure(self.parts(), tuple(self.lifted))
+
     def parts(self) -> dict[Path, Part]:
         """What was met, under the paths in torch's words."""
         words: dict[Path, Path] = {}
@@ -175,7 +179,7 @@ def structure_of(model: Any) -> Structure:
     found = Found()
     if not called_on_shapes(model, found):
         set_up(model, found)
-    return Structure(found.parts(), tuple(found.lifted))
+    return found.structure()
 
 
 def called_on_shapes(model: Any, found: Found) -> bool:
@@ -213,7 +217,7 @@ def initialised(model: Any, found: Found) -> Any:
             return Slot(path)
         return value
 
-    args, kwargs = mapped(take, model.args, "args"), mapped(take, dict(model.kwargs), "kwargs")
+    args, kwargs = examples(model, take)
 
     def run(key: Any, arrays: Mapping[str, Any]) -> Any:
         def put(_: str, value: Any) -> Any:
@@ -223,6 +227,20 @@ def initialised(model: Any, found: Found) -> Any:
 
     with nn.intercept_methods(watch):
         return jax.eval_shape(run, jax.random.key(0), arrays)
+
+
+def examples(model: Any, change: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """The example arguments with every leaf changed."""
+    return mapped(change, model.args, "args"), mapped(change, dict(model.kwargs), "kwargs")
+
+
+def same_shapes(model: Any, other: Any) -> bool:
+    """Whether two models of one module are called alike, up to the numbers in their arrays."""
+
+    def shape(_: str, value: Any) -> Any:
+        return shaped(value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+
+    return bool(examples(model, shape) == examples(other, shape))
 
 
 def shaped(value: Any) -> jax.ShapeDtypeStruct:
@@ -293,14 +311,16 @@ def check_parts(model: Any, variables: Any) -> None:
         )
 
 
-def abstract_variables(model: Any) -> Any:
-    """The variables of a model as shapes and dtypes.
+def abstract(model: Any) -> tuple[Any, Structure]:
+    """The variables of a model as shapes and dtypes, and its structure.
 
     Raises:
         InputError: the module cannot be initialised on the example arguments.
     """
+    found = Found()
     try:
-        return initialised(model, Found())
+        variables = initialised(model, found)
+        return variables, found.structure()
     except Exception as error:
         raise InputError(
             f"the Linen module {type(model.module).__name__} cannot be initialised on shapes: {type(error).__name__}: "

@@ -1,6 +1,7 @@
 """Linen models and variables as source and target of a transfer."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from linen_pairs import RENAMES, STYLES, CompactEncoder, LinenConv, SetupEncoder
 from transfer_helpers import bits, scramble, snapshot, transposed
 
 import parity
+from parity import cli
 
 
 def flat(variables: Any) -> dict[str, Any]:
@@ -183,6 +185,16 @@ def test_boxes_are_looked_into_and_kept():
     assert snapshot(back) == snapshot(source)
 
 
+def test_an_abstract_array_is_put_where_it_says():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    wanted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a"))
+    kernel = jax.ShapeDtypeStruct((5, 3), np.float32, sharding=wanted)
+    done = parity.transfer(
+        torch.nn.Linear(5, 3, bias=False), parity.Linen(nn.Dense(3, use_bias=False), {"params": {"kernel": kernel}})
+    )
+    assert done.value.variables["params"]["kernel"].sharding == wanted
+
+
 def test_random_keys_never_travel():
     class Keyed(nn.Module):
         @nn.compact
@@ -315,6 +327,25 @@ def test_a_torch_file_of_a_linen_model_needs_no_names(tmp_path: Path):
     back = scramble(TorchEncoder(), "another")
     parity.transfer(tmp_path / "model.safetensors", back)
     assert snapshot(back) == snapshot(source)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["parity", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(str(stopped.value.code))
+
+
+def test_the_command_takes_names_from_a_linen_model(tmp_path: Path, monkeypatch, capsys):
+    source, target = filled(SetupEncoder)
+    torch.save(source.state_dict(), tmp_path / "model.pt")
+    files = str(tmp_path / "model.pt"), str(tmp_path / "flax.msgpack")
+    assert run(monkeypatch, "transfer", *files, "--like", "linen_pairs:empty_encoder", "--verify") == 0
+    assert "params.layers_1.ffn.layers_2.kernel" in capsys.readouterr().out
+    read = parity.transfer(files[1], empty(SetupEncoder)).value
+    assert all_bits(read.variables) == all_bits(target.variables)
+    assert run(monkeypatch, "rules") == 0
+    assert "torch.nn.Linear <-> flax.nnx.Linear, flax.linen.Dense" in capsys.readouterr().out
 
 
 def test_nnx_and_linen_speak_the_same_names():
