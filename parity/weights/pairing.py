@@ -153,10 +153,15 @@ def pair(
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
     travelled = {p.source.identity for p in pairs} | {p.source.part.identity for p in pairs if p.source.part}
-    stray = [(leaf, f) for leaf, f in stray if not {leaf.path, leaf.array_path} & cut.blamed]
+    # Of raw and averaged weights in one, half is left over in any case.
+    stray = [(leaf, f) for leaf, f in stray if not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed]
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
-    empty = [leaf for leaf in targets if leaf.path not in taken and not {leaf.path, leaf.array_path} & cut.blamed]
+    empty = [
+        leaf
+        for leaf in targets
+        if leaf.path not in taken and not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed
+    ]
     empty = together(empty, targets)
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
@@ -229,11 +234,10 @@ def together(empty: list[Leaf], targets: list[Leaf]) -> list[Leaf]:
 
 def unfitting(renames: Rename, sources: list[Leaf], sides: Sides) -> list[str]:
     """The entries of rename that fit no name of the source, one sentence each."""
-    known = {name: leaf.path for leaf in sources for name in names_in(leaf, *sides)}
+    known = {name: leaf.bare_path for leaf in sources for name in names_in(leaf, *sides)}
     lost = [entry.key for entry in renames.entries if not any(map(entry.key.matches, known))]
-    near = {key.text: nearest(key.path, {bare(name): path for name, path in known.items()}) for key in lost}
-    paths = {bare(name): bare(path) for name, path in known.items()}
-    return [f"rename key {text!r} fits no name of the source{suggestion(found, paths)}" for text, found in near.items()]
+    whole = {bare(name): path for name, path in known.items()}
+    return [f"rename key {key.text!r} fits no name of the source{suggestion(nearest(key.path, whole), whole)}" for key in lost]
 
 
 def room_of(value: Any, role: str) -> Room:

@@ -14,6 +14,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "torch's activation checkpointing puts that there",
     "model": "Lightning modules and other trainers put that there",
     "net": "Lightning modules and other trainers put that there",
+    "online_model": "trainers put that in front of raw weights beside averaged ones",
     "ema_model": "trainers put that in front of averaged weights",
     "model_ema": "trainers put that in front of averaged weights",
     "shadow": "trainers put that in front of averaged weights",
@@ -158,10 +159,9 @@ def both_kinds(paths: list[str], others: list[str], role: str) -> list[str]:
         for raw in RAW:
             front = f"{raw}." if raw else ""
             if averaged <= {path.removeprefix(front) for path in paths if path.startswith(front)}:
-                plain = f"{raw}.*" if raw else "the names without it"
-                leave = f"ignore=({plain!r},)" if raw else f"ignore={tuple(sorted(averaged)[:2])!r} and so on"
+                choose = f"pass ignore=('{raw}.*',)" if raw else f"give a tree of the names below {mean} alone"
                 return [
-                    f"the {role} holds raw weights ({plain}) and averaged ones ({mean}.*); "
-                    f"pass {leave} for the averaged, or ignore=('{mean}.*',) for the raw ones"
+                    f"the {role} holds raw weights ({f'{raw}.*' if raw else 'without a prefix'}) and averaged ones "
+                    f"({mean}.*); {choose} for the averaged, or pass ignore=('{mean}.*',) for the raw ones"
                 ]
     return []
