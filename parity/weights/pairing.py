@@ -20,7 +20,7 @@ from parity.weights.claims import (
     unmarked,
 )
 from parity.weights.cuts import cut_as_named
-from parity.weights.files import Tree
+from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import Layer, Leaf
 from parity.weights.named_layouts import Given, MisfitError
@@ -167,7 +167,7 @@ def pair(
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
     help_first = remedy(strays, empty, sides, flax_layers)
     problems += unfitting(renames, sources, sides)
-    kept, lost = ties(pairs, sources, sides)
+    kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
     problems = (
@@ -193,7 +193,7 @@ def pair(
         tuple(whole.alone + apart.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
-        tuple(in_words(note, names) for note in whole.notes),
+        tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))),
     )
 
 
@@ -500,6 +500,8 @@ def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tu
         for p in pairs:
             by_identity.setdefault(getattr(p, mine).identity, []).append(p)
         for group in by_identity.values():
+            if mine == "target" and restored(group):
+                continue
             if len(group) > 1 and len({getattr(p, theirs).identity for p in group}) > 1:
                 names = " and ".join(sorted((getattr(p, mine).path for p in group), key=natural))
                 others = " and ".join(sorted((getattr(p, theirs).path for p in group), key=natural))
@@ -515,16 +517,45 @@ def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tu
 
 
 def conflicting_ties(pairs: list[Pair]) -> list[str]:
-    """Targets that are one array although their sources are several."""
-    by_target: dict[Any, list[Pair]] = {}
-    for p in pairs:
-        by_target.setdefault(p.target.identity, []).append(p)
+    """Targets that are one array although their sources are several, of other values."""
     return [
         f"{' and '.join(p.source.path for p in group)} are separate arrays in the source, "
         f"but {' and '.join(p.target.path for p in group)} are one array in the target"
-        for group in by_target.values()
-        if len({p.source.identity for p in group}) > 1
+        for group in joined(pairs)
+        if not same_values(group)
     ]
+
+
+def restored_ties(pairs: list[Pair]) -> list[str]:
+    """Targets that are one array again, which a file had to hold several times."""
+    return [
+        f"{' and '.join(p.target.path for p in group)} are one array in the target; "
+        f"{' and '.join(p.source.path for p in group)}, separate in the source, hold the same values"
+        for group in joined(pairs)
+        if restored(group)
+    ]
+
+
+def joined(pairs: list[Pair]) -> list[list[Pair]]:
+    """The pairs whose targets are one array, where their sources are several."""
+    by_target: dict[Any, list[Pair]] = {}
+    for p in pairs:
+        by_target.setdefault(p.target.identity, []).append(p)
+    return [group for group in by_target.values() if len({p.source.identity for p in group}) > 1]
+
+
+def restored(group: list[Pair]) -> bool:
+    """Whether names that share one array got their values from arrays that a file could not tie."""
+    several = len({p.source.identity for p in group}) > 1
+    return several and all(p.source.from_file for p in group) and same_values(group)
+
+
+def same_values(group: list[Pair]) -> bool:
+    """Whether the same bits arrive from every source."""
+    if any(p.source.unreadable for p in group) or len({p.source.dtype for p in group}) > 1:
+        return False
+    first, *others = (p.layout.apply(p.source.read()) for p in group)
+    return all(same_bits(first, other) for other in others)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from transfer_helpers import FlaxHolder, Holder, rngs, scramble, snapshot, transposed
 
 import parity
-from parity import TransferError
+from parity import InputError, TransferError
 
 
 def named(prefix: str) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_the_prefix_may_be_in_a_tree_or_file_on_either_side(prefix, tmp_path):
     for end in (".pt", ".safetensors"):
         parity.transfer(named(prefix), tmp_path / f"a{end}")
         other = FlaxPair(rngs())
-        assert parity.transfer(tmp_path / f"a{end}", other).notes[-1:] or True
+        assert f"every name of the source begins with {prefix[:-1]!r}" in parity.transfer(tmp_path / f"a{end}", other).notes[0]
         assert snapshot(other) == filled
         # The file keeps the names of what it is to be like.
         parity.transfer(target, tmp_path / f"b{end}", like=named(prefix))
@@ -218,3 +218,14 @@ def test_raw_and_averaged_weights_in_one_checkpoint_are_refused_with_a_choice(ra
     assert snapshot(target)["norm.bias"] == snapshot(named(""))["norm.bias"]
     # A copy of all is no choice between them.
     assert len(parity.transfer(source, dict(source)).plan) == 8
+
+
+@pytest.mark.parametrize("mean", ["ema", "state_dict_ema", "model_ema"])
+def test_a_file_with_raw_and_averaged_weights_under_two_keys_is_refused(mean, tmp_path):
+    torch.save({"state_dict": named(""), mean: named(""), "epoch": 3}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=re.escape(f"holds tensors under state_dict, {mean};")):
+        parity.transfer(tmp_path / "a.pt", FlaxPair(rngs()))
+    torch.save({mean: named("module."), "epoch": 3}, tmp_path / "b.pt")
+    notes = parity.transfer(tmp_path / "b.pt", FlaxPair(rngs())).notes
+    assert f"b.pt: the weights are under {mean!r}; left out: epoch" in notes
+    assert any("begins with 'module'" in note for note in notes)
