@@ -24,6 +24,7 @@ from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import Layer, Leaf
 from parity.weights.named_layouts import Given, MisfitError
+from parity.weights.names import Name
 from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
 from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
 from parity.weights.wrappers import hint, unwrapped
@@ -126,7 +127,7 @@ def pair(
     layers = whole.layers[0], whole.layers[1]
     if sides[0] != sides[1]:
         sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-    renames = directed(Rename(rename), sides, sources)
+    renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
     sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
     cut = cut_as_named(sources, targets, renames, sought)
@@ -139,6 +140,7 @@ def pair(
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
         tries = tried(leaf, renames, sides)
+        used |= {one.entry.key.text for _, one in tries if one}
         problems += [rival for name, one in tries if one and (rival := renames.rivals(name)) and rival not in problems]
         found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
@@ -166,7 +168,7 @@ def pair(
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
     help_first = remedy(strays, empty, sides, flax_layers)
-    problems += unfitting(renames, sources, sides)
+    problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
     kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
@@ -232,10 +234,12 @@ def together(empty: list[Leaf], targets: list[Leaf]) -> list[Leaf]:
     return list(found.values())
 
 
-def unfitting(renames: Rename, sources: list[Leaf], sides: Sides) -> list[str]:
-    """The entries of rename that fit no name of the source, one sentence each."""
+def unfitting(unused: list[Name], sources: list[Leaf], sides: Sides) -> list[str]:
+    """The keys of rename that fit no name of the source, one sentence each; one that another outdoes fits nonetheless."""
+    if not unused:
+        return []
     known = {name: leaf.bare_path for leaf in sources for name in names_in(leaf, *sides)}
-    lost = [entry.key for entry in renames.entries if not any(map(entry.key.matches, known))]
+    lost = [key for key in unused if not any(map(key.matches, known))]
     whole = {bare(name): path for name, path in known.items()}
     return [f"rename key {key.text!r} fits no name of the source{suggestion(nearest(key.path, whole), whole)}" for key in lost]
 
@@ -270,7 +274,7 @@ def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     def fitting(one: Rename) -> tuple[int, int]:
         # Where names alone leave it open, layouts tell which side is Flax's.
         marked = [sides[1] if entry.forward else sides[0] for entry in one.entries if entry.layouts]
-        return sum(any(map(entry.key.fits, names)) for entry in one.entries), marked.count("flax")
+        return len({key.text for name in names for key in one.keys.fitting(name)}), marked.count("flax")
 
     first, second = (turned, given) if sides == ("flax", "torch") else (given, turned)
     return first if fitting(first) >= fitting(second) else second
