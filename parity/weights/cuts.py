@@ -1,6 +1,6 @@
 """Arrays cut as a rename says, on either side, and every value of a cut array accounted for once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -201,3 +201,45 @@ def taken(side: Name, leaves: list[Leaf], names: Names) -> dict[str, Match]:
         if match:
             found[leaf.path] = match
     return found
+
+
+def stack_hints(sources: dict[str, Leaf], targets: dict[str, Leaf], sides: Sequence[str]) -> list[str]:
+    """What to pass where one side's leaves are numbered and the other's have one axis more, under the same names otherwise.
+
+    Args:
+        sources: leaves of the source without counterpart, by torch's names.
+        targets: of the target.
+        sides: whose names the source and the target have.
+    """
+    found: dict[str, str] = {}
+    for separate, stacked, flip in ((sources, targets, False), (targets, sources, True)):
+        for pattern, numbers in numbered_alike(separate).items():
+            path, front = pattern.replace(".{i}", "", 1), pattern[: pattern.index(".{i}")]
+            whole, count = stacked.get(path), len(numbers)
+            if whole is None or sorted(numbers) != list(range(count)) or len(whole.shape) != len(numbers[0].shape) + 1:
+                continue
+            axes = [axis for axis, size in enumerate(whole.shape) if size == count]
+            if axes:
+                index = ":, " * axes[0] + "{i}"
+                mine, theirs = f"{front}.{{i}}", f"{front}[{index}]"
+                # The torch side comes first, between two of one framework the source.
+                turned = flip if sides[0] == sides[1] else sides[flip] == "flax"
+                pair_ = {theirs: mine} if turned else {mine: theirs}
+                found.setdefault(
+                    str(pair_),
+                    f"{whole.path} {whole.shape} may be the {count} arrays {numbers[0].path} to {numbers[count - 1].path} "
+                    f"{numbers[0].shape} in a stack; if so, pass rename={pair_}",
+                )
+    return list(found.values())
+
+
+def numbered_alike(leaves: dict[str, Leaf]) -> dict[str, dict[int, Leaf]]:
+    """Leaves whose names differ in one number, by that number, under the name with a hole."""
+    found: dict[str, dict[int, Leaf]] = {}
+    for name, leaf in leaves.items():
+        parts = name.split(".")
+        for place, part in enumerate(parts[1:], 1):
+            if part.isdecimal():
+                pattern = ".".join([*parts[:place], "{i}", *parts[place + 1 :]])
+                found.setdefault(pattern, {})[int(part)] = leaf
+    return {pattern: same for pattern, same in found.items() if len(same) > 1}

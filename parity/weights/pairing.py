@@ -19,7 +19,7 @@ from parity.weights.claims import (
     undecided,
     unmarked,
 )
-from parity.weights.cuts import cut_as_named
+from parity.weights.cuts import cut_as_named, stack_hints
 from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import Layer, Leaf
@@ -167,7 +167,8 @@ def pair(
     empty = together(empty, targets)
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
-    help_first = remedy(strays, empty, sides, flax_layers)
+    stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(empty, sides[1]), sides)
+    help_first = stacks or remedy(strays, empty, sides, flax_layers)
     problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
     kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
@@ -191,7 +192,7 @@ def pair(
         kept,
         lost,
         tuple(told.disagreeing),
-        renames,
+        renames.shortened(whole.shorter),
         tuple(whole.alone + apart.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
@@ -468,6 +469,10 @@ def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapp
         return [f"if these are the same layers in the same order, pass rename={rename}"] if rename else []
     alone = [leaf.array_path for leaf in (stray or empty)[:2]] if not (stray and empty) else []
     return [f"to leave out what has no counterpart on purpose, pass ignore={tuple(alone)!r}"] if alone else []
+
+
+def by_torch_name(leaves: list[Leaf], side: str) -> dict[str, Leaf]:
+    return {join(leaf.owner, torch_name(leaf, side)): leaf for leaf in leaves if not leaf.mark}
 
 
 def in_words(sentence: str, names: tuple[str, str]) -> str:

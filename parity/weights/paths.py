@@ -1,9 +1,10 @@
 """Dotted paths: their natural order, near misses, and renames."""
 
+import copy
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from parity.errors import InputError
@@ -127,6 +128,8 @@ class Rename:
         self.entries = sorted(entries, key=lambda entry: exactness(entry.key), reverse=True)
         self.by_key = {id(entry.key): entry for entry in self.entries}
         self.keys = Lookup(entry.key for entry in self.entries)
+        # What is left out of a name that no entry fits.
+        self.shorter: Callable[[str], str] = str
 
     def inverse(self) -> "Rename":
         """The same, from values to keys."""
@@ -146,8 +149,14 @@ class Rename:
 
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
-        found = self.find(path)
-        return (found.name, found.entry.key.text) if found else (path, None)
+        found = self.find(path) or self.find(self.shorter(path))
+        return (found.name, found.entry.key.text) if found else (self.shorter(path), None)
+
+    def shortened(self, shorter: Callable[[str], str]) -> "Rename":
+        """The same for names that have a part which the other side has not."""
+        found = copy.copy(self)
+        found.shorter = shorter
+        return found
 
     def rivals(self, name: str) -> str:
         """Why an entry is not the one that is meant, '' if it is: another says as much of the name, and something else."""

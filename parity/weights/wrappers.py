@@ -39,6 +39,7 @@ class Unwrapped:
         alone: torch's counts of averaged models, which have no counterpart; one sentence each.
         aside: their paths.
         problems: why nothing was left out although it could be; one sentence each.
+        shorter: what leaves it out of a name of the source.
     """
 
     leaves: list[list[Leaf]]
@@ -47,6 +48,7 @@ class Unwrapped:
     alone: list[str]
     aside: list[str]
     problems: list[str]
+    shorter: Callable[[str], str] = str
 
 
 def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], list[Layer]], rename: Rename) -> Unwrapped:
@@ -73,6 +75,7 @@ def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], 
             done.notes.append(f"{', '.join(inner)} in names of the {roles[side]}: {why(inner)}; left out of its names")
         if prefix or inner:
             shorter = shortener(prefix, inner)
+            done.shorter = shorter if side == 0 else done.shorter
             done.leaves[side] = [replace(leaf, owner=shorter(leaf.owner)) for leaf in done.leaves[side]]
             done.layers[side] = [replace(layer, path=shorter(layer.path)) for layer in done.layers[side]]
     return done

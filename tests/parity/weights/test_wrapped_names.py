@@ -45,6 +45,9 @@ class Trainer(nn.Module):
         super().__init__()
         self.net = model
 
+    def forward(self, x):
+        return self.net(x)
+
 
 WRAPPED = {
     "compiled": (compiled, "'_orig_mod': torch.compile puts that there"),
@@ -229,3 +232,14 @@ def test_a_file_with_raw_and_averaged_weights_under_two_keys_is_refused(mean, tm
     notes = parity.transfer(tmp_path / "b.pt", FlaxPair(rngs())).notes
     assert f"b.pt: the weights are under {mean!r}; left out: epoch" in notes
     assert any("begins with 'module'" in note for note in notes)
+
+
+def test_the_modules_of_a_wrapped_model_are_compared_one_by_one_too():
+    ours = Trainer(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))).eval()
+    theirs = nnx.Sequential(nnx.Linear(4, 6, rngs=rngs()), jnp.tanh, nnx.Linear(6, 4, rngs=rngs()))
+    parity.transfer(ours, theirs)
+    bias = theirs.layers[2].bias
+    bias.set_value(bias[...] + 1)
+    trace = parity.trace(ours, theirs, torch.ones(3, 4))
+    assert trace.first_divergence().path == "net.2"
+    assert trace.first_divergence().last_agreement == "net.0"
