@@ -256,7 +256,8 @@ def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JS
         return
     console = Console()
     for rule in parity.rules():
-        console.print(f"{rule.torch} <-> {rule.flax}", style="bold", highlight=False, soft_wrap=True)
+        names = f"{rule.torch} <-> {rule.flax}{', ' if rule.linen else ''}{rule.linen}"
+        console.print(names, style="bold", highlight=False, soft_wrap=True)
         table = Table(show_header=False, box=None, padding=(0, 1, 0, 2))
         for leaf in rule.leaves:
             when = f", where {leaf.when[0]}={leaf.when[1]!r}" if leaf.when else ""

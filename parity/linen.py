@@ -43,7 +43,10 @@ class Linen:
         self.module, self.args, self.kwargs, self.method, self.rngs = module, args, kwargs, method, dict(rngs or {})
         room = load("linen")
         room.check_parts(self, variables)
-        self.variables = room.abstract_variables(self) if variables is None else variables
+        self.variables = variables
+        if variables is None:
+            # One call gives both.
+            self.variables, self.structure = room.abstract(self)
 
     @cached_property
     def structure(self) -> Any:
@@ -52,14 +55,13 @@ class Linen:
 
     def replaced(self, variables: Any = None, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> "Linen":
         """The same model with other variables or arguments; this one stays as it is."""
-        return Linen(
-            self.module,
-            self.variables if variables is None else variables,
-            *(self.args if args is None else args),
-            method=self.method,
-            rngs=self.rngs,
-            **(self.kwargs if kwargs is None else kwargs),
-        )
+        args = self.args if args is None else args
+        kwargs = self.kwargs if kwargs is None else kwargs
+        variables = self.variables if variables is None else variables
+        new = Linen(self.module, variables, *args, method=self.method, rngs=self.rngs, **kwargs)
+        if "structure" in vars(self) and load("linen").same_shapes(self, new):
+            new.structure = self.structure
+        return new
 
     def __repr__(self) -> str:
         return f"parity.Linen({type(self.module).__name__}, {', '.join(self.variables) or 'no variables'})"

@@ -679,8 +679,16 @@ def linears() -> tuple[nn.Module, nnx.Module]:
 def test_D01_a_prefix_on_one_side(prefix):
     torch_model, flax_model = linears()
     prefixed = {f"{prefix}.{name}": tensor for name, tensor in torch_model.state_dict().items()}
-    transfer_refused(prefixed, flax_model, f"{prefix}.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")
+    assert f"every name of the source begins with {prefix!r}" in parity.transfer(prefixed, flax_model).notes[0]
+    assert parity.compare(torch_model.eval(), flax_model, normal(3, 2), levels="weights").passed
     assert parity.transfer(prefixed, flax_model, rename={prefix: ""}).passed
+    # Of no wrapper that is known, or not in front of all names: never dropped in silence.
+    ours = {f"ours.{name}": tensor for name, tensor in torch_model.state_dict().items()}
+    transfer_refused(ours, flax_model, "ours.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")
+    more = prefixed | {"head.weight": torch.ones(2)}
+    # Nobody calls a layer _orig_mod: that one is left out wherever it stands.
+    others = () if prefix == "_orig_mod" else (f"{prefix}.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")
+    transfer_refused(more, flax_model, "head.weight (2,) of the source has no counterpart", *others)
     assert parity.compare(torch_model.eval(), flax_model, normal(3, 2), levels="weights").passed
 
 
@@ -764,7 +772,7 @@ def test_D05_ten_stands_behind_two():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_D06_layers_stacked_along_an_axis_are_refused(axis):
+def test_D06_layers_stacked_along_an_axis_are_refused_until_the_axis_is_named(axis):
     separate = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     stacked = {
         "layers.kernel": torch.stack([layer.weight.detach().T for layer in separate], axis),
@@ -772,6 +780,10 @@ def test_D06_layers_stacked_along_an_axis_are_refused(axis):
     }
     target = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(3)))
     transfer_refused(stacked, target, "layers.kernel", "has no counterpart", "layers.2.bias (4,) of the target gets nothing")
+    rename = {f"layers.{end}[{':, ' * axis}{{i}}]": f"layers.{{i}}.{end}" for end in ("kernel", "bias")}
+    rename["layers.kernel[" + ":, " * axis + "{i}]"] += " | as is"
+    parity.transfer(stacked, target, rename=rename)
+    assert parity.compare(separate.eval(), target, normal(3, 4), levels="weights").passed
     scanned = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), axis_size=3)(nnx.Rngs(0).split(3))
     transfer_refused(separate[0], scanned, "weight has shape (4, 4), so kernel must have (4, 4), but it has (3, 4, 4)")
 

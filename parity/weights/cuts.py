@@ -1,7 +1,7 @@
 """Arrays cut as a rename says, on either side, and every value of a cut array accounted for once."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from parity.errors import InputError
 from parity.weights.layouts import Bijection
 from parity.weights.leaf import Leaf, Part
 from parity.weights.named_layouts import Given, MisfitError
-from parity.weights.names import Match, Name, Span, in_brackets
+from parity.weights.names import Lookup, Match, Name, Span, in_brackets
 from parity.weights.paths import Rename, Renaming, exactness, natural
 
 Names = Callable[[Leaf], Iterable[str]]
@@ -55,13 +55,14 @@ def cut_as_named(sources: list[Leaf], targets: list[Leaf], renames: Rename, name
 def cut_side(leaves: list[Leaf], sides: list[Name], names: Names, done: Cut) -> list[Leaf]:
     """The leaves of one side, those that are meant in slices cut."""
     found: list[Leaf] = []
+    lookup, kept = Lookup(sides), Kept()
     for leaf in leaves:
-        cutting = meaning(leaf, sides, names)
+        cutting = meaning(leaf, lookup, names)
         if not any(side.index for side in cutting):
             found.append(leaf)
             continue
         try:
-            parts = [part for side in cutting for part in slices_of(leaf, side)]
+            parts = [part for side in cutting for part in slices_of(leaf, side, kept)]
         except (InputError, MisfitError) as error:
             done.problems.append(f"{leaf.path}: {error}")
             done.blamed.add(leaf.path)
@@ -74,16 +75,32 @@ def cut_side(leaves: list[Leaf], sides: list[Name], names: Names, done: Cut) -> 
     return found
 
 
-def meaning(leaf: Leaf, sides: list[Name], names: Names) -> list[Name]:
+class Kept:
+    """The array that was read last: its parts are asked for one after the other, and some files read all of it for each."""
+
+    def __init__(self) -> None:
+        self.key: object = None
+        self.array: np.ndarray | None = None
+
+    def read(self, leaf: Leaf, before: Bijection | None) -> np.ndarray:
+        """The whole array of a leaf, laid out as it is to be cut."""
+        key = (leaf.path, before)
+        if self.array is None or self.key != key:
+            # Not two of them at once.
+            self.key, self.array = None, None
+            array = leaf.read()
+            self.key, self.array = key, before.apply(array) if before else array
+        return self.array
+
+
+def meaning(leaf: Leaf, sides: Lookup, names: Names) -> list[Name]:
     """The sides of entries that say the most of a leaf's path, whatever the slice."""
-    fitting: dict[str, Name] = {}
-    for name in names(leaf):
-        fitting |= {side.text: side for side in sides if side.fits(name)}
+    fitting = {side.text: side for name in names(leaf) for side in sides.fitting(name)}
     best = max((exactness(side)[:2] for side in fitting.values()), default=None)
     return [side for side in fitting.values() if exactness(side)[:2] == best]
 
 
-def slices_of(leaf: Leaf, side: Name) -> list[Leaf]:
+def slices_of(leaf: Leaf, side: Name, kept: Kept) -> list[Leaf]:
     """The parts of a leaf that a side stands for.
 
     Raises:
@@ -96,7 +113,20 @@ def slices_of(leaf: Leaf, side: Name) -> list[Leaf]:
     shape = before.shape(leaf.shape) if before else leaf.shape
     if not side.index:
         raise InputError(f"rename takes it whole and in slices: {side.text!r}; write a slice for each")
-    return [leaf.at(spans, mark, before) for mark, spans in side.slices(shape)]
+    parts = [leaf.at(spans, mark, before) for mark, spans in side.slices(shape)]
+    # What a model has in memory may change until it is read.
+    return [from_kept(part, leaf, before, kept) for part in parts] if leaf.from_file else parts
+
+
+def from_kept(part: Leaf, leaf: Leaf, before: Bijection | None, kept: Kept) -> Leaf:
+    """A part of a leaf of a file, read from the array that was read last where that is its own."""
+    assert part.part is not None
+    index = part.part.index
+
+    def read() -> np.ndarray:
+        return kept.read(leaf, before)[index]
+
+    return replace(part, read=read, share=lambda axes: read().transpose(axes))
 
 
 def uncovered(leaf: Leaf, parts: list[Leaf]) -> str:
@@ -171,3 +201,45 @@ def taken(side: Name, leaves: list[Leaf], names: Names) -> dict[str, Match]:
         if match:
             found[leaf.path] = match
     return found
+
+
+def stack_hints(sources: dict[str, Leaf], targets: dict[str, Leaf], sides: Sequence[str]) -> list[str]:
+    """What to pass where one side's leaves are numbered and the other's have one axis more, under the same names otherwise.
+
+    Args:
+        sources: leaves of the source without counterpart, by torch's names.
+        targets: of the target.
+        sides: whose names the source and the target have.
+    """
+    found: dict[str, str] = {}
+    for separate, stacked, flip in ((sources, targets, False), (targets, sources, True)):
+        for pattern, numbers in numbered_alike(separate).items():
+            path, front = pattern.replace(".{i}", "", 1), pattern[: pattern.index(".{i}")]
+            whole, count = stacked.get(path), len(numbers)
+            if whole is None or sorted(numbers) != list(range(count)) or len(whole.shape) != len(numbers[0].shape) + 1:
+                continue
+            axes = [axis for axis, size in enumerate(whole.shape) if size == count]
+            if axes:
+                index = ":, " * axes[0] + "{i}"
+                mine, theirs = f"{front}.{{i}}", f"{front}[{index}]"
+                # The torch side comes first, between two of one framework the source.
+                turned = flip if sides[0] == sides[1] else sides[flip] == "flax"
+                pair_ = {theirs: mine} if turned else {mine: theirs}
+                found.setdefault(
+                    str(pair_),
+                    f"{whole.path} {whole.shape} may be the {count} arrays {numbers[0].path} to {numbers[count - 1].path} "
+                    f"{numbers[0].shape} in a stack; if so, pass rename={pair_}",
+                )
+    return list(found.values())
+
+
+def numbered_alike(leaves: dict[str, Leaf]) -> dict[str, dict[int, Leaf]]:
+    """Leaves whose names differ in one number, by that number, under the name with a hole."""
+    found: dict[str, dict[int, Leaf]] = {}
+    for name, leaf in leaves.items():
+        parts = name.split(".")
+        for place, part in enumerate(parts[1:], 1):
+            if part.isdecimal():
+                pattern = ".".join([*parts[:place], "{i}", *parts[place + 1 :]])
+                found.setdefault(pattern, {})[int(part)] = leaf
+    return {pattern: same for pattern, same in found.items() if len(same) > 1}

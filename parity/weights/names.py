@@ -192,6 +192,10 @@ class Name:
 
     def fits(self, path: str) -> Match | None:
         """How it fits a path, whatever the slice."""
+        if self.path and "{" not in self.path:
+            # Of saved names there are thousands: to compile a pattern for each takes longer than all else.
+            inside = path.startswith(f"{self.path}.")
+            return Match({}, path[len(self.path) + 1 :]) if inside or path == self.path else None
         found = self._pattern.fullmatch(path)
         return self.matched(found) if found else None
 
@@ -199,6 +203,8 @@ class Name:
         """How it fits a name, its slice included."""
         if not self.index:
             return self.fits(name)
+        if not self.numbers and not name.endswith(self.mark):
+            return None
         found = self._marked.fullmatch(name)
         match = self.fits(found["path"]) if found else None
         if found is None or match is None:
@@ -237,6 +243,29 @@ class Name:
             whole = [Span(range(size)) for size in shape[len(chosen) :]]
             behind = self.mark[: self.mark.index("[")] + f"[{', '.join(chosen)}]"
             yield behind, (*spans, *whole)
+
+
+class Lookup:
+    """Which of many names fit a path: those without holes are found by it, not tried one after the other."""
+
+    def __init__(self, names: Iterable[Name]):
+        self.plain: dict[str, list[Name]] = {}
+        self.patterns: list[Name] = []
+        for name in names:
+            if HOLE.search(name.path):
+                self.patterns.append(name)
+            else:
+                self.plain.setdefault(name.path, []).append(name)
+
+    def near(self, path: str) -> list[Name]:
+        """The names that fit a path or what holds it, whatever the slice; patterns are not tried."""
+        parts = path.split(".")
+        fronts = {".".join(parts[:depth]) for depth in range(len(parts) + 1)}
+        return [name for front in fronts if front in self.plain for name in self.plain[front]] + self.patterns
+
+    def fitting(self, path: str) -> list[Name]:
+        """The names that fit a path, whatever the slice."""
+        return [name for name in self.near(path) if name.fits(path)]
 
 
 def doubtful(path: str, numbers: set[str]) -> str:

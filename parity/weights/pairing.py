@@ -19,11 +19,12 @@ from parity.weights.claims import (
     undecided,
     unmarked,
 )
-from parity.weights.cuts import cut_as_named
-from parity.weights.files import Tree
+from parity.weights.cuts import cut_as_named, stack_hints
+from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import Layer, Leaf
 from parity.weights.named_layouts import Given, MisfitError
+from parity.weights.names import Name
 from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
 from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
 from parity.weights.wrappers import hint, unwrapped
@@ -126,7 +127,7 @@ def pair(
     layers = whole.layers[0], whole.layers[1]
     if sides[0] != sides[1]:
         sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-    renames = directed(Rename(rename), sides, sources)
+    renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
     sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
     cut = cut_as_named(sources, targets, renames, sought)
@@ -139,6 +140,7 @@ def pair(
     stray: list[tuple[Leaf, list[Leaf] | None]] = []
     for leaf in sources:
         tries = tried(leaf, renames, sides)
+        used |= {one.entry.key.text for _, one in tries if one}
         problems += [rival for name, one in tries if one and (rival := renames.rivals(name)) and rival not in problems]
         found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
@@ -153,16 +155,22 @@ def pair(
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
     travelled = {p.source.identity for p in pairs} | {p.source.part.identity for p in pairs if p.source.part}
-    stray = [(leaf, f) for leaf, f in stray if not {leaf.path, leaf.array_path} & cut.blamed]
+    # Of raw and averaged weights in one, half is left over in any case.
+    stray = [(leaf, f) for leaf, f in stray if not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed]
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
-    empty = [leaf for leaf in targets if leaf.path not in taken and not {leaf.path, leaf.array_path} & cut.blamed]
+    empty = [
+        leaf
+        for leaf in targets
+        if leaf.path not in taken and not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed
+    ]
     empty = together(empty, targets)
     problems += [missing(leaf, sources, taken, sides) for leaf in empty]
     strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
-    help_first = remedy(strays, empty, sides, flax_layers)
-    problems += unfitting(renames, sources, sides)
-    kept, lost = ties(pairs, sources, sides)
+    stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(empty, sides[1]), sides)
+    help_first = stacks or remedy(strays, empty, sides, flax_layers)
+    problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
+    kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
     problems = (
@@ -184,11 +192,11 @@ def pair(
         kept,
         lost,
         tuple(told.disagreeing),
-        renames,
+        renames.shortened(whole.shorter),
         tuple(whole.alone + apart.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
-        tuple(in_words(note, names) for note in whole.notes),
+        tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))),
     )
 
 
@@ -227,13 +235,14 @@ def together(empty: list[Leaf], targets: list[Leaf]) -> list[Leaf]:
     return list(found.values())
 
 
-def unfitting(renames: Rename, sources: list[Leaf], sides: Sides) -> list[str]:
-    """The entries of rename that fit no name of the source, one sentence each."""
-    known = {name: leaf.path for leaf in sources for name in names_in(leaf, *sides)}
-    lost = [entry.key for entry in renames.entries if not any(map(entry.key.matches, known))]
-    near = {key.text: nearest(key.path, {bare(name): path for name, path in known.items()}) for key in lost}
-    paths = {bare(name): bare(path) for name, path in known.items()}
-    return [f"rename key {text!r} fits no name of the source{suggestion(found, paths)}" for text, found in near.items()]
+def unfitting(unused: list[Name], sources: list[Leaf], sides: Sides) -> list[str]:
+    """The keys of rename that fit no name of the source, one sentence each; one that another outdoes fits nonetheless."""
+    if not unused:
+        return []
+    known = {name: leaf.bare_path for leaf in sources for name in names_in(leaf, *sides)}
+    lost = [key for key in unused if not any(map(key.matches, known))]
+    whole = {bare(name): path for name, path in known.items()}
+    return [f"rename key {key.text!r} fits no name of the source{suggestion(nearest(key.path, whole), whole)}" for key in lost]
 
 
 def room_of(value: Any, role: str) -> Room:
@@ -266,7 +275,7 @@ def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     def fitting(one: Rename) -> tuple[int, int]:
         # Where names alone leave it open, layouts tell which side is Flax's.
         marked = [sides[1] if entry.forward else sides[0] for entry in one.entries if entry.layouts]
-        return sum(any(map(entry.key.fits, names)) for entry in one.entries), marked.count("flax")
+        return len({key.text for name in names for key in one.keys.fitting(name)}), marked.count("flax")
 
     first, second = (turned, given) if sides == ("flax", "torch") else (given, turned)
     return first if fitting(first) >= fitting(second) else second
@@ -462,6 +471,10 @@ def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapp
     return [f"to leave out what has no counterpart on purpose, pass ignore={tuple(alone)!r}"] if alone else []
 
 
+def by_torch_name(leaves: list[Leaf], side: str) -> dict[str, Leaf]:
+    return {join(leaf.owner, torch_name(leaf, side)): leaf for leaf in leaves if not leaf.mark}
+
+
 def in_words(sentence: str, names: tuple[str, str]) -> str:
     """A sentence about the two sides in the caller's words for them."""
     for role, name in zip(("source", "target"), names, strict=True):
@@ -496,6 +509,8 @@ def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tu
         for p in pairs:
             by_identity.setdefault(getattr(p, mine).identity, []).append(p)
         for group in by_identity.values():
+            if mine == "target" and restored(group):
+                continue
             if len(group) > 1 and len({getattr(p, theirs).identity for p in group}) > 1:
                 names = " and ".join(sorted((getattr(p, mine).path for p in group), key=natural))
                 others = " and ".join(sorted((getattr(p, theirs).path for p in group), key=natural))
@@ -511,16 +526,45 @@ def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tu
 
 
 def conflicting_ties(pairs: list[Pair]) -> list[str]:
-    """Targets that are one array although their sources are several."""
-    by_target: dict[Any, list[Pair]] = {}
-    for p in pairs:
-        by_target.setdefault(p.target.identity, []).append(p)
+    """Targets that are one array although their sources are several, of other values."""
     return [
         f"{' and '.join(p.source.path for p in group)} are separate arrays in the source, "
         f"but {' and '.join(p.target.path for p in group)} are one array in the target"
-        for group in by_target.values()
-        if len({p.source.identity for p in group}) > 1
+        for group in joined(pairs)
+        if not same_values(group)
     ]
+
+
+def restored_ties(pairs: list[Pair]) -> list[str]:
+    """Targets that are one array again, which a file had to hold several times."""
+    return [
+        f"{' and '.join(p.target.path for p in group)} are one array in the target; "
+        f"{' and '.join(p.source.path for p in group)}, separate in the source, hold the same values"
+        for group in joined(pairs)
+        if restored(group)
+    ]
+
+
+def joined(pairs: list[Pair]) -> list[list[Pair]]:
+    """The pairs whose targets are one array, where their sources are several."""
+    by_target: dict[Any, list[Pair]] = {}
+    for p in pairs:
+        by_target.setdefault(p.target.identity, []).append(p)
+    return [group for group in by_target.values() if len({p.source.identity for p in group}) > 1]
+
+
+def restored(group: list[Pair]) -> bool:
+    """Whether names that share one array got their values from arrays that a file could not tie."""
+    several = len({p.source.identity for p in group}) > 1
+    return several and all(p.source.from_file for p in group) and same_values(group)
+
+
+def same_values(group: list[Pair]) -> bool:
+    """Whether the same bits arrive from every source."""
+    if any(p.source.unreadable for p in group) or len({p.source.dtype for p in group}) > 1:
+        return False
+    first, *others = (p.layout.apply(p.source.read()) for p in group)
+    return all(same_bits(first, other) for other in others)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """Dotted paths: their natural order, near misses, and renames."""
 
+import copy
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from parity.errors import InputError
 from parity.weights.named_layouts import Named
-from parity.weights.names import Name, doubtful, holes
+from parity.weights.names import Lookup, Match, Name, doubtful, holes
 
 
 def join(*parts: str) -> str:
@@ -131,35 +133,49 @@ class Rename:
                 problems.append(f"{key!r} -> {value!r}: {error}")
         problems += [f"{entry}: {problem}" for entry in entries if (problem := unclear(entry))]
         for side in ("value", "key"):
-            meant = [getattr(entry, side).meant for entry in entries]
-            twice = sorted({name for name in meant if meant.count(name) > 1}, key=natural)
+            meant = Counter(getattr(entry, side).meant for entry in entries)
+            twice = sorted((name for name, count in meant.items() if count > 1), key=natural)
             if twice:
                 which = "several names lead to" if side == "value" else "several entries are for"
                 problems.append(f"{which} {', '.join(map(repr, twice))}; a rename must be invertible")
         if problems:
             raise InputError("rename: " + "; ".join(problems))
         self.entries = sorted(entries, key=lambda entry: exactness(entry.key), reverse=True)
+        self.by_key = {id(entry.key): entry for entry in self.entries}
+        self.keys = Lookup(entry.key for entry in self.entries)
+        # What is left out of a name that no entry fits.
+        self.shorter: Callable[[str], str] = str
 
     def inverse(self) -> "Rename":
         """The same, from values to keys."""
         return Rename({value: key for key, value in self.mapping.items()})
 
+    def fitting(self, name: str) -> list[tuple[Renaming, Match]]:
+        """The entries that fit a name, the most exact first."""
+        near = {id(key): key.matches(name) for path in {name, bare(name)} for key in self.keys.near(path)}
+        found = [(self.by_key[key], match) for key, match in near.items() if match]
+        return sorted(found, key=lambda one: exactness(one[0].key), reverse=True)
+
     def find(self, name: str) -> Renamed | None:
         """The new name and the entry that made it, None if nothing fits."""
-        for entry in self.entries:
-            match = entry.key.matches(name)
-            if match:
-                return Renamed(entry.value.filled(match), entry, match.tail)
+        for entry, match in self.fitting(name):
+            return Renamed(entry.value.filled(match), entry, match.tail)
         return None
 
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
-        found = self.find(path)
-        return (found.name, found.entry.key.text) if found else (path, None)
+        found = self.find(path) or self.find(self.shorter(path))
+        return (found.name, found.entry.key.text) if found else (self.shorter(path), None)
+
+    def shortened(self, shorter: Callable[[str], str]) -> "Rename":
+        """The same for names that have a part which the other side has not."""
+        found = copy.copy(self)
+        found.shorter = shorter
+        return found
 
     def rivals(self, name: str) -> str:
         """Why an entry is not the one that is meant, '' if it is: another says as much of the name, and something else."""
-        fitting = [(entry, match) for entry in self.entries if (match := entry.key.matches(name))]
+        fitting = self.fitting(name)
         best = [(e, m) for e, m in fitting if exactness(e.key) == exactness(fitting[0][0].key)]
         new = {entry.value.filled(match) for entry, match in best}
         if len(new) < 2:
@@ -210,6 +226,9 @@ def steps(path: str) -> list[tuple[str, str]]:
 
 def numbered(parts: list[str]) -> list[str]:
     """Siblings, those that differ by a number at the end alone in its order, at the places that they had."""
-    split_ = {part: found.groups() for part in parts if (found := re.fullmatch(r"(.*?)([0-9]+)", part, re.DOTALL))}
-    ascending = {stem: iter(sorted((p for p in split_ if split_[p][0] == stem), key=natural)) for stem, _ in split_.values()}
-    return [next(ascending[split_[part][0]]) if part in split_ else part for part in parts]
+    found = {part: found.groups() for part in parts if (found := re.fullmatch(r"(.*?)([0-9]+)", part, re.DOTALL))}
+    stems: dict[str, list[tuple[int, str]]] = {}
+    for part, (stem, number) in found.items():
+        stems.setdefault(stem, []).append((int(number), part))
+    ascending = {stem: iter(sorted(same)) for stem, same in stems.items()}
+    return [next(ascending[found[part][0]])[1] if part in found else part for part in parts]

@@ -124,8 +124,8 @@ class Rule:
     def blocks(self) -> list[tuple[str, tuple[str, ...]]]:
         """The torch arrays that the row cuts, each with the names of its blocks: first those that only torch has."""
         found: dict[str, list[str]] = {}
-        for leaf in (*self.alone, *self.leaves):
-            whole, bracket, name = leaf.torch.partition("[")
+        for torch in (*(one.torch for one in self.alone), *(leaf.torch for leaf in self.leaves)):
+            whole, bracket, name = torch.partition("[")
             if bracket and name[:-1] not in found.setdefault(whole, []):
                 found[whole].append(name[:-1])
         return [(whole, tuple(names)) for whole, names in found.items()]

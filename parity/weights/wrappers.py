@@ -14,6 +14,7 @@ WRAPPERS = {
     "_checkpoint_wrapped_module": "torch's activation checkpointing puts that there",
     "model": "Lightning modules and other trainers put that there",
     "net": "Lightning modules and other trainers put that there",
+    "online_model": "trainers put that in front of raw weights beside averaged ones",
     "ema_model": "trainers put that in front of averaged weights",
     "model_ema": "trainers put that in front of averaged weights",
     "shadow": "trainers put that in front of averaged weights",
@@ -38,6 +39,7 @@ class Unwrapped:
         alone: torch's counts of averaged models, which have no counterpart; one sentence each.
         aside: their paths.
         problems: why nothing was left out although it could be; one sentence each.
+        shorter: what leaves it out of a name of the source.
     """
 
     leaves: list[list[Leaf]]
@@ -46,6 +48,7 @@ class Unwrapped:
     alone: list[str]
     aside: list[str]
     problems: list[str]
+    shorter: Callable[[str], str] = str
 
 
 def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], list[Layer]], rename: Rename) -> Unwrapped:
@@ -72,6 +75,7 @@ def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], 
             done.notes.append(f"{', '.join(inner)} in names of the {roles[side]}: {why(inner)}; left out of its names")
         if prefix or inner:
             shorter = shortener(prefix, inner)
+            done.shorter = shorter if side == 0 else done.shorter
             done.leaves[side] = [replace(leaf, owner=shorter(leaf.owner)) for leaf in done.leaves[side]]
             done.layers[side] = [replace(layer, path=shorter(layer.path)) for layer in done.layers[side]]
     return done
@@ -158,10 +162,9 @@ def both_kinds(paths: list[str], others: list[str], role: str) -> list[str]:
         for raw in RAW:
             front = f"{raw}." if raw else ""
             if averaged <= {path.removeprefix(front) for path in paths if path.startswith(front)}:
-                plain = f"{raw}.*" if raw else "the names without it"
-                leave = f"ignore=({plain!r},)" if raw else f"ignore={tuple(sorted(averaged)[:2])!r} and so on"
+                choose = f"pass ignore=('{raw}.*',)" if raw else f"give a tree of the names below {mean} alone"
                 return [
-                    f"the {role} holds raw weights ({plain}) and averaged ones ({mean}.*); "
-                    f"pass {leave} for the averaged, or ignore=('{mean}.*',) for the raw ones"
+                    f"the {role} holds raw weights ({f'{raw}.*' if raw else 'without a prefix'}) and averaged ones "
+                    f"({mean}.*); {choose} for the averaged, or pass ignore=('{mean}.*',) for the raw ones"
                 ]
     return []

@@ -23,8 +23,9 @@ from parity.frameworks.linen.running import output_dtypes as output_dtypes
 from parity.frameworks.linen.running import problems_before_running as problems_before_running
 from parity.frameworks.linen.running import raises as raises
 from parity.frameworks.linen.running import with_call as with_call
-from parity.frameworks.linen.structure import abstract_variables as abstract_variables
+from parity.frameworks.linen.structure import abstract as abstract
 from parity.frameworks.linen.structure import check_parts as check_parts
+from parity.frameworks.linen.structure import same_shapes as same_shapes
 from parity.frameworks.linen.structure import structure_of as structure_of
 from parity.frameworks.nnx.leaves import place as place
 from parity.frameworks.nnx.leaves import to_numpy as to_numpy

@@ -112,7 +112,7 @@ def lifted_calls(model: Linen, around: Callable[..., Any]) -> Iterator[None]:
         @functools.wraps(make)
         def watched(*args: Any, **kwargs: Any) -> Any:
             found = make(*args, **kwargs)
-            cls = found.func if isinstance(found, functools.partial) else found
+            cls: Any = found.func if isinstance(found, functools.partial) else found
             if "__call__" in vars(cls):
                 cls.__call__ = call_of(cls, vars(cls)["__call__"], around)
             return found
@@ -136,7 +136,8 @@ def call_of(cls: Any, original: Callable[..., Any], around: Callable[..., Any]) 
     """A class's call on the record; where the transformation changes no values, that of the class inside."""
     inside = cls.__mro__[1]
     if cls.__name__ in (f"Checkpoint{inside.__name__}", f"Jit{inside.__name__}"):
-        return inside.__call__
+        plain: Callable[..., Any] = inside.__call__
+        return plain
 
     @functools.wraps(original)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -98,10 +98,10 @@ def leaves(value: Any) -> list[Leaf]:
         part = part_of(inner[:-1], structure) if is_model(value) else unknown_part(inner[:-1])
         path = ".".join(keys)
         leaf = make_leaf(path, part.words, keys[-1], part.kinds, role_of(keys, collections, array), path, array)
-        found.append(
-            (order.get(inner[:-1], len(order)), replace(leaf, also=part.also, by_name=part.by_name and bool(part.kinds)))
-        )
-    return [leaf for _, leaf in sorted(found, key=lambda one: (one[0], natural(one[1].path)))]
+        # In the order in which torch has them: parameters before statistics, the bias behind what it is added to.
+        place = (order.get(inner[:-1], len(order)), keys[0] != "params", keys[-1] == "bias", natural(path))
+        found.append((place, replace(leaf, also=part.also, by_name=part.by_name and bool(part.kinds))))
+    return [leaf for _, leaf in sorted(found, key=lambda one: one[0])]
 
 
 def part_of(path: tuple[str, ...], structure: Mapping[tuple[str, ...], Part]) -> Part:
@@ -143,9 +143,7 @@ def own_path(path: tuple[str, ...]) -> str:
 
 def setting_reader(part: Part, variables: Any) -> Callable[[str], Any]:
     def read(name: str) -> Any:
-        if name in DERIVED and name not in part.settings:
-            return DERIVED[name](part, variables)
-        value = part.settings.get(name)
+        value = part.settings.get(name, part.settings.get(DERIVED.get(name, "")))
         if name == "num_groups" and value is None:
             return number_of_groups(part, variables)
         if name == "dtype" and value is not None:
@@ -158,12 +156,12 @@ def setting_reader(part: Part, variables: Any) -> Callable[[str], Any]:
 def number_of_groups(part: Part, variables: Any) -> Any:
     """Linen may be given the size of a group in place of their number."""
     size = part.settings.get("group_size")
-    arrays = [array for keys, array in flat(variables).items() if keys[1:-1] == part.path and getattr(array, "shape", ())]
-    return arrays[0].shape[0] // size if size and arrays else None
+    shapes = [getattr(array, "shape", ()) for keys, array in flat(variables).items() if keys[1:-1] == part.path]
+    return shapes[0][0] // size if size and shapes and shapes[0] else None
 
 
 # What NNX keeps beside what Linen has in one setting.
-DERIVED: dict[str, Callable[[Part, Any], Any]] = {"num_kv_heads": lambda part, _: part.settings.get("num_heads")}
+DERIVED = {"num_kv_heads": "num_heads"}
 
 
 def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:

@@ -90,16 +90,24 @@ class Found:
             if child.scope is not None and (whole, path) not in self.held.setdefault(tuple(child.path), []):
                 self.held[tuple(child.path)].append((whole, path))
 
+    def structure(self) -> Structure:
+        """All that was met."""
+        return Structure(self.parts(), tuple(self.lifted))
+
     def parts(self) -> dict[Path, Part]:
         """What was met, under the paths in torch's words."""
         words: dict[Path, Path] = {}
-        for path in sorted(self.classes, key=len):
+        # A module that shares the scope of another moves to that one's path.
+        met = [path for path in self.classes if path in self.settings]
+        for path in sorted(met, key=len):
             own = next((whole for whole, owner in self.held.get(path, []) if owner == path[:-1]), path) if path else path
             parent = words.get(path[:-1], path[:-1])
             words[path] = (*parent, *own[len(path) - 1 :]) if path else ()
         return {
-            path: Part(path, kinds_of(classes), self.settings[path], ".".join(words[path]), self.further(path, words))
-            for path, classes in self.classes.items()
+            path: Part(
+                path, kinds_of(self.classes[path]), self.settings[path], ".".join(words[path]), self.further(path, words)
+            )
+            for path in met
         }
 
     def further(self, path: Path, words: Mapping[Path, Path]) -> tuple[str, ...]:
@@ -171,7 +179,7 @@ def structure_of(model: Any) -> Structure:
     found = Found()
     if not called_on_shapes(model, found):
         set_up(model, found)
-    return Structure(found.parts(), tuple(found.lifted))
+    return found.structure()
 
 
 def called_on_shapes(model: Any, found: Found) -> bool:
@@ -209,7 +217,7 @@ def initialised(model: Any, found: Found) -> Any:
             return Slot(path)
         return value
 
-    args, kwargs = mapped(take, model.args, "args"), mapped(take, dict(model.kwargs), "kwargs")
+    args, kwargs = examples(model, take)
 
     def run(key: Any, arrays: Mapping[str, Any]) -> Any:
         def put(_: str, value: Any) -> Any:
@@ -219,6 +227,20 @@ def initialised(model: Any, found: Found) -> Any:
 
     with nn.intercept_methods(watch):
         return jax.eval_shape(run, jax.random.key(0), arrays)
+
+
+def examples(model: Any, change: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """The example arguments with every leaf changed."""
+    return mapped(change, model.args, "args"), mapped(change, dict(model.kwargs), "kwargs")
+
+
+def same_shapes(model: Any, other: Any) -> bool:
+    """Whether two models of one module are called alike, up to the numbers in their arrays."""
+
+    def shape(_: str, value: Any) -> Any:
+        return shaped(value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+
+    return bool(examples(model, shape) == examples(other, shape))
 
 
 def shaped(value: Any) -> jax.ShapeDtypeStruct:
@@ -289,14 +311,16 @@ def check_parts(model: Any, variables: Any) -> None:
         )
 
 
-def abstract_variables(model: Any) -> Any:
-    """The variables of a model as shapes and dtypes.
+def abstract(model: Any) -> tuple[Any, Structure]:
+    """The variables of a model as shapes and dtypes, and its structure.
 
     Raises:
         InputError: the module cannot be initialised on the example arguments.
     """
+    found = Found()
     try:
-        return initialised(model, Found())
+        variables = initialised(model, found)
+        return variables, found.structure()
     except Exception as error:
         raise InputError(
             f"the Linen module {type(model.module).__name__} cannot be initialised on shapes: {type(error).__name__}: "

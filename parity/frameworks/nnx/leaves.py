@@ -245,7 +245,9 @@ def pointer(array: Any) -> int | None:
 
 
 def place(target: Any) -> Any:
-    """Where an existing array was put on purpose; None lets jax choose."""
+    """Where an existing array was put on purpose, or an abstract one is to be; None lets jax choose."""
+    if isinstance(target, jax.ShapeDtypeStruct):
+        return target.sharding
     return target.sharding if isinstance(target, jax.Array) and target.committed else None
 
 

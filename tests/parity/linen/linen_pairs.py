@@ -141,6 +141,11 @@ def x() -> np.ndarray:
     return normal(3, 4, WIDTH, name="encoder")
 
 
+def empty_encoder() -> parity.Linen:
+    """The mirror without values, for the command line."""
+    return parity.Linen(SetupEncoder(), None, x())
+
+
 def encoder(style: type, fault: str = "") -> tuple[torch.nn.Module, parity.Linen]:
     """The pair; a fault is planted in the code of the second block."""
     model = draw(TorchEncoder(), "linen encoder")

@@ -583,3 +583,46 @@ def tree_like(folder) -> nnx.State:
         for end, s in (("kernel", (4, 4)), ("bias", (4,)))
     }
     return nnx.from_flat_state(flat)
+
+
+# ---------------------------------------------------------------- what to pass
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stack_that_nobody_named_is_recognised_and_the_hint_works_in_both_directions(axis):
+    source = {f"h.{i}.fc.{end}": numbered(*s) for i in range(11) for end, s in (("weight", (2, 3)), ("bias", (2,)))}
+    kernel = (11, 3, 2) if axis == 0 else (3, 11, 2)
+    target = nnx.Dict(h=nnx.Dict(fc=nnx.Linear(3, 2, use_bias=False, rngs=rngs())))
+    target.h.fc.kernel.set_value(jnp.zeros(kernel))
+    only = {name: tensor for name, tensor in source.items() if name.endswith("weight")}
+    index = "[{i}]" if axis == 0 else "[:, {i}]"
+    for pair in ((only, target), (target, only)):
+        with pytest.raises(TransferError) as error:
+            parity.transfer(*pair)
+        assert error.value.problems[0] == (
+            f"h.fc.kernel {kernel} may be the 11 arrays h.0.fc.weight to h.10.fc.weight (2, 3) in a stack; "
+            f"if so, pass rename={{'h.{{i}}': 'h{index}'}}"
+        )
+        parity.transfer(*pair, rename={"h.{i}": f"h{index}"})
+    both = nnx.Dict(h=nnx.Dict(fc=nnx.Linear(3, 2, rngs=rngs())))
+    both.h.fc.kernel.set_value(jnp.zeros((11, 3, 2)))
+    both.h.fc.bias.set_value(jnp.zeros((11, 2)))
+    with pytest.raises(TransferError) as error:
+        parity.transfer(source, both)
+    # One entry for all below the module is said once.
+    assert str(error.value).count("in a stack") == 1
+
+
+def test_between_two_of_one_framework_the_hint_names_the_source_first():
+    separate, stacked = {f"h.{i}.w": torch.ones(2) for i in range(3)}, {"h.w": torch.ones(3, 2)}
+    for pair, rename in (((separate, stacked), {"h.{i}": "h[{i}]"}), ((stacked, separate), {"h[{i}]": "h.{i}"})):
+        with pytest.raises(TransferError, match=re.escape(f"pass rename={rename}")):
+            parity.transfer(*pair)
+        assert len(parity.transfer(*pair, rename=rename).plan) == 3
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3,), (3, 3, 2)])
+def test_what_is_no_stack_of_these_gets_no_such_hint(shape):
+    with pytest.raises(TransferError) as error:
+        parity.transfer({f"h.{i}.w": torch.ones(2) for i in range(3)}, {"h.w": torch.ones(shape)})
+    assert "in a stack" not in str(error.value)
