@@ -581,11 +581,13 @@ def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Si
     told = Told([], [], [])
     if sides[0] == sides[1]:
         return told
-    other = {path: layer for layer in layers[1] for path in layer.also if not layer.by_name}
-    other |= {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1] if not layer.by_name}
-    for layer in layers[0]:
+    # A layer that only its name tells has no settings.
+    mine_known, theirs_known = ([layer for layer in one if not layer.by_name] for one in layers)
+    other = {path: layer for layer in theirs_known for path in layer.also}
+    other |= {layer.own_path: layer for layer in theirs_known} | {layer.path: layer for layer in theirs_known}
+    for layer in mine_known:
         paths = (layer.path, layer.own_path, *layer.also)
-        names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also] if not layer.by_name else []
+        names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also]
         twin = next((other[name] for name in names if name in other), None)
         if twin:
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)

@@ -50,7 +50,7 @@ class Transfer:
     """What a transfer did.
 
     Attributes:
-        value: the filled module, the new tree, or the path of the written checkpoint; None if only planned.
+        value: the filled module, the new tree or `parity.Linen`, or the path of the written checkpoint; None if only planned.
         plan: one entry for each pair of leaves, in the source's order.
         ignored: paths left out because the caller said so.
         random: paths of random state, which never travels.
@@ -114,10 +114,10 @@ def transfer(
     problems come in one error, and then nothing has been written.
 
     Args:
-        source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module`, an `nnx.State`, or the path of a
-            checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`, `.bin`, `.msgpack`, an
+        source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module`, an `nnx.State`, a `parity.Linen` or its
+            variables, or the path of a checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`, `.bin`, `.msgpack`, an
             Orbax folder. Never changed; no code in a file is run.
-        target: likewise. A module is filled in place; a tree only gives names, shapes and
+        target: likewise. A module is filled in place; a tree or a `parity.Linen` only gives names, shapes and
             dtypes, and a new one is returned in `Transfer.value`. A checkpoint is written beside its
             place and then put there; the end of its name says its kind (a name without one becomes a
             folder of safetensors shards, `.orbax` an Orbax folder).

@@ -1,1 +1,1 @@
-"""What Flax NNX and Flax Linen have in common: jax."""
+"""What NNX and Linen have in common: jax alone."""

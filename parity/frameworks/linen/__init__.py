@@ -2,12 +2,17 @@
 
 from parity.frameworks.jax.arrays import is_array as is_array
 from parity.frameworks.jax.arrays import unreadable as unreadable
+from parity.frameworks.jax.running import cached_functional as cached_functional
 from parity.frameworks.jax.running import environment as environment
 from parity.frameworks.jax.running import gpu_missing as gpu_missing
 from parity.frameworks.jax.running import on_device as on_device
 from parity.frameworks.jax.running import pinned as pinned
 from parity.frameworks.jax.running import x64_enabled as x64_enabled
 from parity.frameworks.linen.capture import capture as capture
+from parity.frameworks.linen.inspection import abstract as abstract
+from parity.frameworks.linen.inspection import check_parts as check_parts
+from parity.frameworks.linen.inspection import same_shapes as same_shapes
+from parity.frameworks.linen.inspection import structure_of as structure_of
 from parity.frameworks.linen.leaves import NAME as NAME
 from parity.frameworks.linen.leaves import fill as fill
 from parity.frameworks.linen.leaves import is_model as is_model
@@ -23,9 +28,5 @@ from parity.frameworks.linen.running import output_dtypes as output_dtypes
 from parity.frameworks.linen.running import problems_before_running as problems_before_running
 from parity.frameworks.linen.running import raises as raises
 from parity.frameworks.linen.running import with_call as with_call
-from parity.frameworks.linen.structure import abstract as abstract
-from parity.frameworks.linen.structure import check_parts as check_parts
-from parity.frameworks.linen.structure import same_shapes as same_shapes
-from parity.frameworks.linen.structure import structure_of as structure_of
 from parity.frameworks.nnx.leaves import place as place
 from parity.frameworks.nnx.leaves import to_numpy as to_numpy

@@ -100,7 +100,7 @@ def leaves(value: Any) -> list[Leaf]:
         leaf = make_leaf(path, part.words, keys[-1], part.kinds, role_of(keys, collections, array), path, array)
         # In the order in which torch has them: parameters before statistics, the bias behind what it is added to.
         place = (order.get(inner[:-1], len(order)), keys[0] != "params", keys[-1] == "bias", natural(path))
-        found.append((place, replace(leaf, also=part.also, by_name=part.by_name and bool(part.kinds))))
+        found.append((place, replace(leaf, also=part.also, by_name=part.by_name)))
     return [leaf for _, leaf in sorted(found, key=lambda one: one[0])]
 
 
@@ -112,7 +112,10 @@ def part_of(path: tuple[str, ...], structure: Mapping[tuple[str, ...], Part]) ->
     above = next(structure[path[:n]] for n in range(len(path), -1, -1) if path[:n] in structure)
     rest = ".".join(path[len(above.path) :])
     words = ".".join(filter(None, (above.words, rest)))
-    return replace(guess, words=words, also=other_words((words, guess.words, *(f"{one}.{rest}" for one in above.also if one))))
+    also = other_words((words, guess.words, *(f"{one}.{rest}" for one in above.also if one)))
+    # A class that is told by a name may be that of a layer further up.
+    told = any(part_by_name(path[:n]).kinds for n in range(len(above.path) + 1, len(path) + 1))
+    return replace(guess, words=words, also=also, by_name=told)
 
 
 def unknown_part(path: tuple[str, ...]) -> Part:
@@ -130,7 +133,7 @@ def layers(value: Any) -> list[Layer]:
         for length in range(1, len(keys) - 1):
             path = keys[1 : 1 + length]
             if path not in parts:
-                parts[path] = part_of(path, value.structure.parts)
+                parts[path] = replace(part_of(path, value.structure.parts), by_name=True)
     return [
         Layer(part.words, part.kinds, setting_reader(part, value.variables), own_path(part.path), part.also, part.by_name)
         for part in parts.values()

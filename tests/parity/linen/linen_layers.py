@@ -49,7 +49,7 @@ class Case:
 
     rule: str
     build: Callable[[PICK], Built]
-    configurations: int = 2
+    configurations: int = 1
     channels: int | None = 1
     wrap: tuple[Any, Any] = (TorchLayer, LinenLayer)
 
@@ -156,7 +156,7 @@ def prelu(pick: PICK) -> Built:
 
 
 def attention(pick: PICK) -> Built:
-    heads, bias, kdim = pick(1, 2, 4), pick(True, True, False), pick(None, 6)
+    heads, kdim, bias = pick(1, 2, 4), pick(None, 6), pick(True, False)
     torch_layer = torch.nn.MultiheadAttention(8, heads, bias=bias, kdim=kdim, vdim=kdim, batch_first=True)
     cls = pick(nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
     linen_layer = cls(heads, use_bias=bias, qkv_features=8, out_features=8)
@@ -182,16 +182,16 @@ def recurrent(name: str, layer: bool) -> Callable[[PICK], Built]:
 
 STATES = (TorchState, LinenState)
 CASES = [
-    Case("torch.nn.Linear", dense, channels=None),
-    Case("torch.nn.LayerNorm", layer_norm, channels=None),
-    *(Case(f"torch.nn.Conv{n}d", conv(n)) for n in (1, 2, 3)),
-    *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n)) for n in (1, 2, 3)),
-    *(Case(f"torch.nn.BatchNorm{n}d", batch_norm(n)) for n in (1, 2, 3)),
-    *(Case(f"torch.nn.InstanceNorm{n}d", instance_norm(n), 1) for n in (1, 2, 3)),
+    Case("torch.nn.Linear", dense, 2, channels=None),
+    Case("torch.nn.LayerNorm", layer_norm, 2, channels=None),
+    *(Case(f"torch.nn.Conv{n}d", conv(n), 2 if n == 2 else 1) for n in (1, 2, 3)),
+    *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n), 2 if n == 2 else 1) for n in (1, 2, 3)),
+    *(Case(f"torch.nn.BatchNorm{n}d", batch_norm(n), 2 if n == 1 else 1) for n in (1, 2, 3)),
+    *(Case(f"torch.nn.InstanceNorm{n}d", instance_norm(n)) for n in (1, 2, 3)),
     Case("torch.nn.GroupNorm", group_norm, 3),
-    Case("torch.nn.RMSNorm", rms_norm, 3, channels=None),
-    Case("torch.nn.PReLU", prelu, 1),
-    *(Case(f"torch.nn.{n}Cell", recurrent(n, False), 2, wrap=STATES) for n in CELLS),
-    *(Case(f"torch.nn.{n}", recurrent(n, True), 1, wrap=STATES) for n in CELLS),
+    Case("torch.nn.RMSNorm", rms_norm, 2, channels=None),
+    Case("torch.nn.PReLU", prelu),
+    *(Case(f"torch.nn.{n}Cell", recurrent(n, False), 2 if n == "LSTM" else 1, wrap=STATES) for n in CELLS),
+    *(Case(f"torch.nn.{n}", recurrent(n, True), wrap=STATES) for n in CELLS),
     Case("torch.nn.MultiheadAttention", attention, 3, channels=None, wrap=(TorchAttention, LinenLayer)),
 ]

@@ -240,6 +240,22 @@ def test_without_arguments_automatic_names_tell_the_class_and_the_plan_says_so()
         assert bits(done.value.variables["params"]["Dense_0"]["kernel"]) == transposed(bits(source["second"].weight))
 
 
+def test_a_layer_that_is_told_by_its_name_claims_what_lies_in_it():
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.MultiHeadDotProductAttention(2)(x)
+
+    source = scramble(torch.nn.ModuleDict({"att": torch.nn.MultiheadAttention(8, 2, batch_first=True)}), "attention")
+    variables = Attention().init(jax.random.key(0), jnp.ones((2, 3, 8)))
+    rename = {"att": "MultiHeadDotProductAttention_0"}
+    done = parity.transfer(source, parity.Linen(Attention(), variables), rename=rename, verify=True)
+    assert {(e.decided_by, e.layout) for e in done.plan if e.source.startswith("att.in_proj_w")} == {("name", "heads")}
+    assert done.passed
+    known = parity.transfer(source, parity.Linen(Attention(), variables, jnp.ones((2, 3, 8))), rename=rename).value
+    assert all_bits(done.value.variables) == all_bits(known.variables)
+
+
 def test_setup_tells_its_layers_without_a_call():
     source, target = filled(SetupEncoder)
     again = parity.transfer(source, parity.Linen(SetupEncoder(), target.variables))
