@@ -52,6 +52,7 @@ APPLIED = {
     "stack-of-modules": ({"h.{i}": "h[{i}]"}, "h.2.a.w", "h.a.w[2]"),
     "stack-in-the-middle": ({"h.{i}.a": "h[{i}].b"}, "h.2.a.w", "h.b.w[2]"),
     "stack-of-stacks": ({"h.{i}.m.{j}": "h[{i}].m[{j}]"}, "h.2.m.3.w", "h.m.w[2, 3]"),
+    "stack-that-is-the-whole-model": ({"h.{i}": "[{i}]"}, "h.2.a.w", "a.w[2]"),
     "stack-under-a-long-hole": ({"h.{layer}.w": "k[{layer}]"}, "h.2.w", "k[2]"),
     "stack-of-words-is-none": ({"h.{layer}.w": "k[{layer}]"}, "h.last.w", "h.last.w"),
     "no-zeros-in-front": ({"h.{i}.w": "k[{i}]"}, "h.02.w", "h.02.w"),
@@ -302,6 +303,18 @@ def test_a_stack_of_modules_takes_every_leaf_and_follows_the_ledger_in_each_laye
     assert sum("eps=1e-05 in torch, epsilon=1e-06 in Flax" in sentence for sentence in done.settings) == 11
     back = torch_layers(11)
     parity.transfer(target, back, rename=STACKED)
+    assert snapshot(back) == snapshot(source)
+
+
+def test_the_whole_flax_model_may_be_the_stack_and_hold_a_sequential():
+    source = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    target = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs()), jnp.tanh, nnx.Linear(4, 4, rngs=rngs()))
+    for _, variable in nnx.to_flat_state(nnx.state(target, nnx.Param)):
+        variable.set_value(jnp.zeros((3, *variable.get_value().shape)))
+    parity.transfer(scramble(source, "root"), target, rename={"{i}": "[{i}]"})
+    assert bits(target.layers[2].kernel[...][1]) == bits(source[1][2].weight.detach().numpy().T)
+    back = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    parity.transfer(target, back, rename={"{i}": "[{i}]"})
     assert snapshot(back) == snapshot(source)
 
 
