@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from transfer_helpers import FlaxHolder, bits, rngs, scramble, snapshot
 
 import parity
 from parity import InputError, TransferError
-from parity.weights.cuts import uncovered
+from parity.weights.cuts import cut_as_named, uncovered
 from parity.weights.leaf import Leaf, gathered
 from parity.weights.names import Name, Span
 from parity.weights.paths import Rename, bare, in_order
@@ -522,6 +523,23 @@ def test_a_stack_holds_no_more_than_itself_and_one_layer_beside_what_is_written(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < (layers + 3) * size * size * 4
+
+
+def test_an_array_of_a_file_is_read_once_for_all_of_its_parts_and_one_of_a_model_each_time():
+    array, reads = np.arange(12).reshape(6, 2), []
+
+    def read():
+        reads.append(1)
+        return array
+
+    renames = Rename({"w | rotary(1) | [{i}]": "s.{i}"})
+    for from_file, expected in ((True, 1), (False, 6)):
+        reads.clear()
+        given_ = replace(leaf(array), read=read, from_file=from_file)
+        parts = cut_as_named([given_], [], renames, (lambda one: [one.path], lambda one: [])).sources
+        assert [part.path for part in parts] == [f"w | rotary(1) | [{i}]" for i in range(6)]
+        assert [part.read().tolist() for part in parts] == array[[0, 3, 1, 4, 2, 5]].tolist()
+        assert len(reads) == expected
 
 
 def test_nan_in_a_part_is_told_under_its_own_name(tmp_path):
