@@ -26,6 +26,7 @@ from parity.suite import environment as environment
 from parity.weights import layouts as layouts
 from parity.weights.ledger import add_rule as add_rule
 from parity.weights.ledger import rules as rules
+from parity.weights.named_layouts import layout_names as layout_names
 from parity.weights.rules import Alone as Alone
 from parity.weights.rules import LeafRule as LeafRule
 from parity.weights.rules import Rule as Rule

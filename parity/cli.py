@@ -179,7 +179,9 @@ def transfer_command(
     target: Annotated[str, typer.Argument(metavar="DST", help="the checkpoint to write; its end says the kind")],
     like: Annotated[str, typer.Option(help="whose names, shapes and dtypes: a checkpoint, or module:function")] = "",
     plan: Annotated[bool, typer.Option("--plan", help="only show what would be done")] = False,
-    rename: Annotated[str, typer.Option(help="a JSON file from names on one side to names on the other")] = "",
+    rename: Annotated[
+        str, typer.Option(help="a JSON file from names, also of slices, to names and layouts on the other side")
+    ] = "",
     save_rename: Annotated[str, typer.Option(help="write the names that were paired to a JSON file, to be edited")] = "",
     ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'optimizer.*'")] = None,
     cast: Annotated[str, typer.Option(help="round to a dtype such as bfloat16, or to the target's: target")] = "",
@@ -267,6 +269,11 @@ def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JS
         console.print(table)
         if rule.settings:
             console.print(f"  agree: {escape('; '.join(map(str, rule.settings)))}", highlight=False, soft_wrap=True)
+    console.print("layouts that rename may name: 'q_proj.weight' -> 'q.kernel | rotary(8)'", style="bold", highlight=False)
+    table = Table(show_header=False, box=None, padding=(0, 1, 0, 2))
+    for name, meaning in parity.layout_names().items():
+        table.add_row(escape(name), escape(meaning))
+    console.print(table)
 
 
 @app.command("env")

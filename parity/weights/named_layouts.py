@@ -169,10 +169,11 @@ class Known:
 
     @property
     def arguments(self) -> str:
-        """The arguments in words, such as `(heads)`."""
+        """The arguments in words, such as `(heads[, width])`."""
         found = list(inspect.signature(self.build).parameters.values())[3:]
-        words = [f"{one.name}=" if one.default is None else "H, W" if one.name == "space" else one.name for one in found]
-        return f"({', '.join(words)})" if words else ""
+        needed = ["H, W" if one.name == "space" else one.name for one in found if one.default is one.empty]
+        optional = "".join(f"[{', ' if needed else ''}{one.name}]" for one in found if one.default is not one.empty)
+        return f"({', '.join(needed)}{optional})" if found else ""
 
 
 KNOWN = {
@@ -189,6 +190,11 @@ KNOWN = {
     "grouped": Known(grouped, axes=False),
 }
 INVERSE = "inverse "
+
+
+def layout_names() -> dict[str, str]:
+    """The layouts that a rename may name behind ` | `, as they are written, each with what it does from torch to Flax."""
+    return {f"{word}{known.arguments}": (known.build.__doc__ or "").partition("\n")[0] for word, known in KNOWN.items()}
 
 
 @dataclass(frozen=True)

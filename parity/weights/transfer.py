@@ -75,7 +75,7 @@ class Transfer:
     alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     verified: bool = False
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

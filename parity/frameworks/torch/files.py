@@ -22,9 +22,9 @@ from parity.weights.files import MAPPED, Contents, Slot, looks_like, row_major, 
 from parity.weights.leaf import Leaf
 
 # Under what name training scripts keep the weights beside an optimizer and an epoch.
-KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
-# And averaged ones beside them: a file with both says not which is meant.
-KEYS += ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "shadow")
+RAW = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+# Averaged ones may lie beside them: a file with both does not say which are meant.
+KEYS = (*RAW, "ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "shadow")
 
 
 def read(path: Path) -> Contents:

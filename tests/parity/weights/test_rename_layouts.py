@@ -12,7 +12,7 @@ from torch import nn
 from transfer_helpers import FlaxHolder, any_bits, bits, rngs, to_tensor
 
 import parity
-from parity import InputError, TransferError
+from parity import InputError, TransferError, cli
 from parity.weights.named_layouts import KNOWN, Given, MisfitError, parse
 
 C, H, W, HEADS, KV, D, E = 4, 3, 2, 6, 2, 4, 5
@@ -74,6 +74,15 @@ def test_every_layout_that_has_a_name_is_tried_here():
     assert {parse(word).word for text in MEANING for word in text.split(" | ")} == set(KNOWN)
 
 
+def test_parity_rules_lists_the_layouts_with_their_meaning(capsys):
+    assert set(parity.layout_names()) == {f"{word}{known.arguments}" for word, known in KNOWN.items()}
+    assert all(meaning.endswith(".") for meaning in parity.layout_names().values())
+    with pytest.raises(SystemExit) as stopped:
+        cli.app(["rules"], standalone_mode=True)
+    assert stopped.value.code == 0
+    assert "grouped(heads, kv_heads)" in capsys.readouterr().out
+
+
 def test_heads_take_their_number_from_the_flax_array_where_none_is_given():
     array = any_bits(random("heads"), (6, 5), "float32")
     assert bits(layout("heads", (6, 5), (5, 3, 2)).apply(array)) == bits(layout("heads(3)", (6, 5)).apply(array))
@@ -83,10 +92,10 @@ def test_heads_take_their_number_from_the_flax_array_where_none_is_given():
 # ---------------------------------------------------------------- wrong uses
 
 UNKNOWN = {
-    "rotery(2)": "there is no layout 'rotery(2)'; known are as is, transposed, channels last, flipped, heads(heads=), ",
+    "rotery(2)": "there is no layout 'rotery(2)'; known are as is, transposed, channels last, flipped, heads([heads]), ",
     "Transposed": "there is no layout 'Transposed'",
-    "rotary": "layout 'rotary' is written rotary(heads, width=), in whole numbers from 1; known are as is, transposed",
-    "rotary(2, 3, 4)": "layout 'rotary(2, 3, 4)' is written rotary(heads, width=)",
+    "rotary": "layout 'rotary' is written rotary(heads[, width]), in whole numbers from 1; known are as is, transposed",
+    "rotary(2, 3, 4)": "layout 'rotary(2, 3, 4)' is written rotary(heads[, width])",
     "rotary(0)": "in whole numbers from 1",
     "rotary(two)": "in whole numbers from 1",
     "rotary(-2)": "in whole numbers from 1",

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from transfer_helpers import FlaxHolder, bits, rngs, scramble, snapshot
 
 import parity
 from parity import InputError, TransferError
-from parity.weights.cuts import uncovered
+from parity.weights.cuts import cut_as_named, uncovered
 from parity.weights.leaf import Leaf, gathered
 from parity.weights.names import Name, Span
 from parity.weights.paths import Rename, bare, in_order
@@ -52,6 +53,7 @@ APPLIED = {
     "stack-of-modules": ({"h.{i}": "h[{i}]"}, "h.2.a.w", "h.a.w[2]"),
     "stack-in-the-middle": ({"h.{i}.a": "h[{i}].b"}, "h.2.a.w", "h.b.w[2]"),
     "stack-of-stacks": ({"h.{i}.m.{j}": "h[{i}].m[{j}]"}, "h.2.m.3.w", "h.m.w[2, 3]"),
+    "stack-that-is-the-whole-model": ({"h.{i}": "[{i}]"}, "h.2.a.w", "a.w[2]"),
     "stack-under-a-long-hole": ({"h.{layer}.w": "k[{layer}]"}, "h.2.w", "k[2]"),
     "stack-of-words-is-none": ({"h.{layer}.w": "k[{layer}]"}, "h.last.w", "h.last.w"),
     "no-zeros-in-front": ({"h.{i}.w": "k[{i}]"}, "h.02.w", "h.02.w"),
@@ -305,6 +307,18 @@ def test_a_stack_of_modules_takes_every_leaf_and_follows_the_ledger_in_each_laye
     assert snapshot(back) == snapshot(source)
 
 
+def test_the_whole_flax_model_may_be_the_stack_and_hold_a_sequential():
+    source = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    target = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs()), jnp.tanh, nnx.Linear(4, 4, rngs=rngs()))
+    for _, variable in nnx.to_flat_state(nnx.state(target, nnx.Param)):
+        variable.set_value(jnp.zeros((3, *variable.get_value().shape)))
+    parity.transfer(scramble(source, "root"), target, rename={"{i}": "[{i}]"})
+    assert bits(target.layers[2].kernel[...][1]) == bits(source[1][2].weight.detach().numpy().T)
+    back = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+    parity.transfer(target, back, rename={"{i}": "[{i}]"})
+    assert snapshot(back) == snapshot(source)
+
+
 def test_one_leaf_of_a_stack_may_be_said_otherwise():
     source, target = scramble(torch_layers(3), "mixed"), flax_layers(3)
     target.layers.fc.kernel.set_value(jnp.zeros((4, 3, 4)))
@@ -509,6 +523,23 @@ def test_a_stack_holds_no_more_than_itself_and_one_layer_beside_what_is_written(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < (layers + 3) * size * size * 4
+
+
+def test_an_array_of_a_file_is_read_once_for_all_of_its_parts_and_one_of_a_model_each_time():
+    array, reads = np.arange(12).reshape(6, 2), []
+
+    def read():
+        reads.append(1)
+        return array
+
+    renames = Rename({"w | rotary(1) | [{i}]": "s.{i}"})
+    for from_file, expected in ((True, 1), (False, 6)):
+        reads.clear()
+        given_ = replace(leaf(array), read=read, from_file=from_file)
+        parts = cut_as_named([given_], [], renames, (lambda one: [one.path], lambda one: [])).sources
+        assert [part.path for part in parts] == [f"w | rotary(1) | [{i}]" for i in range(6)]
+        assert [part.read().tolist() for part in parts] == array[[0, 3, 1, 4, 2, 5]].tolist()
+        assert len(reads) == expected
 
 
 def test_nan_in_a_part_is_told_under_its_own_name(tmp_path):
