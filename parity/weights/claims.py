@@ -66,7 +66,7 @@ def owners(leaf: Leaf) -> list[str]:
 
 def other_names(leaf: Leaf, side: str) -> list[str]:
     """Further names of a leaf by the rows of its layer and of those further up: torch's for Flax, and Flax's for torch."""
-    found = []
+    found = [join(claim.owner, claim.name) for claim in leaf.claims] if side == "torch" else []
     for claim in (*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)):
         if side == "flax":
             found += [join(claim.owner, name) for name in torch_names(claim.kinds, claim.name, side)] if claim.kinds else []
@@ -205,9 +205,8 @@ def known_names(leaf: Leaf, side: str) -> list[str]:
 def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> list[Leaf]:
     found: list[Leaf] = []
     for leaf in leaves:
-        rows = rows_for(leaf.kinds) if leaf.kinds else rules.RULES
-        cut = blocks_of(leaf, rows, asked)
-        lonely = alone_in(leaf, rows)
+        cut = blocks_of(leaf, asked)
+        lonely = alone_in(leaf)
         if cut:
             found += cut
         elif lonely and not asked(leaf):
@@ -217,9 +216,9 @@ def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart
     return found
 
 
-def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
+def blocks_of(leaf: Leaf, asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
     """The blocks of a leaf, if the other side asks for any of them."""
-    ways = {names for rule in rows for whole, names in rule.blocks() if whole == leaf.name}
+    ways = {names for view in views(leaf) for rule in rows_of(view) for whole, names in rule.blocks() if whole == view.name}
     for names in ways if leaf.shape else ():
         if leaf.shape[0] % len(names) == 0:
             blocks = leaf.cut(names)
@@ -228,12 +227,60 @@ def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tu
     return ()
 
 
-def alone_in(leaf: Leaf, rows: list[Rule]) -> Alone | None:
+def alone_in(leaf: Leaf) -> Alone | None:
     """Why a leaf has no counterpart. In a tree a name says so only if it does in every row."""
-    found = [alone for rule in rows for alone in rule.alone if alone.torch == leaf.name]
-    if not leaf.kinds and any(rule.entries(leaf.name, "torch") for rule in rows):
+    found = [alone for view in views(leaf) for rule in rows_of(view) for alone in rule.alone if alone.torch == view.name]
+    if not leaf.kinds and any(rule.entries(view.name, "torch") for view in views(leaf) for rule in rows_of(view)):
         return None
     return found[0] if found else None
+
+
+def rows_of(view: Claim) -> list[Rule]:
+    """The rows of a view's layer; in a tree, where no layer is known, all of them."""
+    return rows_for(view.kinds) if view.kinds else rules.RULES
+
+
+def vacant(leaves: list[Leaf], torch_layers: list[Layer], renames: Rename, side: Side) -> list[tuple[Leaf, str]]:
+    """The Flax leaves that are all 0 because torch's layer has no such array, each with the reason.
+
+    Args:
+        leaves: of the Flax side.
+        torch_layers: of the torch side.
+        renames: from names of the source to names of the target.
+        side: which of the two the source is.
+    """
+    reasons: dict[str, str] = {}
+    for layer in torch_layers:
+        for rule in rows_for(layer.kinds):
+            for entry in rule.leaves:
+                if entry.zero_if and layer.settings(entry.zero_if[0]) == entry.zero_if[1]:
+                    name, why = join(layer.path, entry.flax), f"{rule.torch} has {entry.zero_if[0]}={entry.zero_if[1]} here"
+                    reasons[renames.apply(name)[0] if side == "torch" else name] = (
+                        f"{why}, and {rule.flax} always has the array"
+                    )
+    found = []
+    for leaf in leaves if reasons else ():
+        names = [leaf.path, *(join(owner, leaf.name) for owner in owners(leaf))]
+        names = names if side == "torch" else [renames.apply(name)[0] for name in names]
+        reason = next((reasons[name] for name in names if name in reasons), "")
+        found += [(leaf, reason)] if reason else []
+    return found
+
+
+def set_vacant(apart: Apart, torch_layers: list[Layer], renames: Rename, sides: Sides) -> None:
+    """Fill, or leave out, the Flax arrays that torch's layers do without."""
+    filled = sides[0] == "torch"
+    found = vacant(apart.targets if filled else apart.sources, torch_layers, renames, sides[0])
+    for leaf, reason in found:
+        if not filled and holds_values(leaf):
+            apart.problems.append(f"{leaf.path} has no counterpart and is not all 0: {reason}; make torch's with bias=True")
+        else:
+            apart.aside.append(leaf.path)
+            apart.zeros += [leaf] if filled else []
+            apart.alone.append(f"{leaf.path} is {'filled with zeros' if filled else 'all 0 and left out'}: {reason}")
+    gone = {leaf.path for leaf, _ in found}
+    apart.sources = apart.sources if filled else [leaf for leaf in apart.sources if leaf.path not in gone]
+    apart.targets = [leaf for leaf in apart.targets if leaf.path not in gone] if filled else apart.targets
 
 
 def set_aside(leaf: Leaf, alone: Alone, apart: Apart, *, filled: bool) -> None:

@@ -120,6 +120,7 @@ class Leaf:
             self,
             path=f"{self.path}[{name}]",
             name=f"{self.name}[{name}]",
+            claims=tuple(replace(claim, name=f"{claim.name}[{name}]") for claim in self.claims),
             shape=(self.shape[0] // part.count, *self.shape[1:]),
             identity=(self.identity, part.number, part.count),
             read=lambda: part.of(self.read()),

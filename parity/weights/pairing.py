@@ -6,12 +6,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
-from parity.weights.claims import Sides, claimed, names_in, other_names, owners, reading, set_apart, torch_names, undecided
+from parity.weights.claims import (
+    Sides,
+    claimed,
+    names_in,
+    other_names,
+    owners,
+    reading,
+    set_apart,
+    set_vacant,
+    torch_names,
+    undecided,
+)
 from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import Layer, Leaf
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
-from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
+from parity.weights.recurrence import single_layers, unrolled
+from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
@@ -96,9 +108,13 @@ def pair(
     layers = rooms[0].layers(source), rooms[1].layers(target)
     if sides[0] != sides[1]:
         sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
+        layers = prepared(layers, sides)
+        sources, targets = (unrolled(sources), targets) if sides[0] == "torch" else (sources, unrolled(targets))
     renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
     apart = set_apart(sources, targets, renames, sides)
+    if sides[0] != sides[1]:
+        set_vacant(apart, layers[sides.index("torch")], renames, sides)
     sources, targets = apart.sources, apart.targets
     index = indexed(targets, sides)
     flax_layers = {layer.own_path: layer for layer in layers[sides.index("flax")]} if sides[0] != sides[1] else {}
@@ -149,6 +165,12 @@ def pair(
         tuple(apart.zeros),
         tuple(apart.aside),
     )
+
+
+def prepared(layers: tuple[list[Layer], list[Layer]], sides: Sides) -> tuple[list[Layer], list[Layer]]:
+    """The layers of both sides, torch's recurrent ones also as the single layers that Flax has."""
+    mine, theirs = (single_layers(one) if side == "torch" else one for one, side in zip(layers, sides, strict=True))
+    return mine, theirs
 
 
 def room_of(value: Any, role: str) -> Room:
@@ -383,6 +405,5 @@ def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Si
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             told.disagreeing.extend(disagreements(mine, theirs))
             told.refused.extend(refusals(mine, theirs))
-            row = row_of(mine.kinds, theirs.kinds)
-            told.notes.extend([f"{mine.path or 'the model'}: {row.note}"] if row and row.note else [])
+            told.notes.extend(remarks(mine, theirs))
     return told

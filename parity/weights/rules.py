@@ -23,20 +23,25 @@ from parity.weights.leaf import Layer
 from parity.weights.settings import (
     Agree,
     Check,
+    Remark,
     Require,
     attention_dropout_agrees,
     cell_agrees,
     dilations_agree,
+    directions_are_joined,
+    dropout_between_layers,
     momentum_agrees,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
     sequence_agrees,
     strides_agree,
+    time_axis_agrees,
     transposed_padding_agrees,
 )
 
 Side = Literal["torch", "flax"]
+Setting = Agree | Require | Check | Remark
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,15 @@ class LeafRule:
         flax: likewise, without blocks.
         layout: from torch's layout to Flax's.
         when: a setting of the Flax layer and its value, if the entry holds only then.
+        zero_if: a setting of the torch layer and the value with which it has no such array, where Flax's
+            layer has one in any case: that is all 0 then.
     """
 
     torch: str
     flax: str
     layout: Family = AS_IS
     when: tuple[str, object] | None = None
+    zero_if: tuple[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Rule:
     torch: str
     flax: str
     leaves: tuple[LeafRule, ...] = ()
-    settings: tuple[Agree | Require | Check, ...] = ()
+    settings: tuple[Setting, ...] = ()
     alone: tuple[Alone, ...] = ()
     note: str = ""
 
@@ -243,32 +251,53 @@ def gated(torch: str, flax: str, end: str, cell: str, *, dense_bias: str = "", s
         leaves += [
             LeafRule(f"weight_ih{end}", f"{cell}dense_i.kernel", TRANSPOSED),
             LeafRule(f"weight_hh{end}", f"{cell}dense_h.kernel", TRANSPOSED),
-            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias"),
+            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias", zero_if=("bias", False)),
         ]
     for side in "ih" if split else "":
         # `if` is a word of Python, so Flax calls that layer `if_`.
         names = {gate: {"if": "if_"}.get(f"{side}{gate}", f"{side}{gate}") for gate in split}
         leaves += [LeafRule(f"weight_{side}h{end}[{g}]", f"{cell}{names[g]}.kernel", TRANSPOSED) for g in split]
-    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias") for gate in split]
+    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias", zero_if=("bias", False)) for gate in split]
     return Rule(
         f"torch.nn.{torch}", f"flax.nnx.{flax}", tuple(leaves), recurrent_settings(torch, cell), (second_bias(torch, end),)
     )
 
 
-def recurrent_settings(torch: str, cell: str) -> tuple[Agree | Require | Check, ...]:
+def recurrent_settings(torch: str, cell: str) -> tuple[Setting, ...]:
     """What must agree between recurrent layers; more where a layer runs over a sequence."""
-    found: tuple[Agree | Require | Check, ...] = (
-        Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),
-    )
+    found: tuple[Setting, ...] = (Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),)
     if not cell:
         return found
-    instead = "use one nnx.RNN for each layer and direction, and transfer them by names of your own"
     return (
         *found,
         Check("batch_first, time_major; reverse=False", sequence_agrees),
-        Require("torch", "num_layers", 1, f"nnx.RNN runs one layer; {instead}", refuse=True),
-        Require("torch", "bidirectional", False, f"nnx.RNN runs one way; {instead}", refuse=True),
-        *((Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True),) if torch == "LSTM" else ()),
+        *whole_layers(torch, "nnx.RNN"),
+        Require("torch", "bidirectional", False, "nnx.RNN runs one way; put two in an nnx.Bidirectional", refuse=True),
+        Remark("dropout between layers", dropout_between_layers),
+    )
+
+
+def whole_layers(torch: str, flax: str) -> tuple[Require, ...]:
+    """What a layer of torch may not have where Flax has a single one."""
+    instead = "use one for each layer, in an nnx.List under the name of the torch layer"
+    layers = Require("torch", "num_layers", 1, f"{flax} runs one layer; {instead}", refuse=True)
+    projected = Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True)
+    return (layers, projected) if torch == "LSTM" else (layers,)
+
+
+def both_ways(torch: str) -> Rule:
+    """The row of a layer in both directions; their arrays are those of the two `nnx.RNN` inside."""
+    return Rule(
+        f"torch.nn.{torch}",
+        "flax.nnx.Bidirectional",
+        (),
+        (
+            *whole_layers(torch, "nnx.Bidirectional"),
+            Require("torch", "bidirectional", True, "nnx.Bidirectional runs both ways; use an nnx.RNN alone", refuse=True),
+            Check("batch_first, time_major", time_axis_agrees),
+            Check("merge_fn", directions_are_joined),
+            Remark("dropout between layers", dropout_between_layers),
+        ),
     )
 
 
@@ -383,6 +412,7 @@ RULES += [
     gated("GRU", "RNN", "_l0", "cell.", dense_bias="dense_i"),
     gated("LSTM", "RNN", "_l0", "cell.", dense_bias="dense_h", split="ifgo"),
     gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
+    *(both_ways(torch) for torch in ("GRU", "LSTM", "RNN")),
 ]
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
@@ -414,7 +444,7 @@ def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
 def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers that do not agree, one sentence each."""
     rule = row_of(torch_layer.kinds, flax_layer.kinds)
-    found = told(rule, torch_layer, flax_layer, refuse=False)
+    found = told(rule, torch_layer, flax_layer, "disagree")
     # A composite's dtype, if it has one, says nothing of the layers in it.
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
     holds = torch_layer.settings("parameter dtype")
@@ -425,14 +455,21 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
 
 def refusals(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers for which the other side has nothing, one sentence each."""
-    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, refuse=True)
+    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, "refuse")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 
-def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, *, refuse: bool) -> list[str]:
+def remarks(torch_layer: Layer, flax_layer: Layer) -> list[str]:
+    """What the row of a pair of layers tells of it although all agrees, one sentence each."""
+    rule = row_of(torch_layer.kinds, flax_layer.kinds)
+    found = ([rule.note] if rule and rule.note else []) + told(rule, torch_layer, flax_layer, "remark")
+    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+
+
+def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, fate: str) -> list[str]:
     return [
         sentence
         for setting in (rule.settings if rule else ())
-        if getattr(setting, "refuse", False) is refuse
+        if setting.fate == fate
         for sentence in setting.problems(torch_layer.settings, flax_layer.settings)
     ]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 # Reads a setting of one layer by its name.
 Settings = Callable[[str], Any]
@@ -22,6 +22,7 @@ class Agree:
     torch: str
     flax: str
     convert: Callable[[Any], Any] | None = None
+    fate: ClassVar[str] = "disagree"
 
     def __str__(self) -> str:
         return self.torch if self.torch == self.flax else f"{self.torch}, {self.flax}"
@@ -51,6 +52,11 @@ class Require:
     because: str
     refuse: bool = False
 
+    @property
+    def fate(self) -> str:
+        """What becomes of a problem."""
+        return "refuse" if self.refuse else "disagree"
+
     def __str__(self) -> str:
         return f"{self.side}: {self.setting}={self.equals!r}"
 
@@ -77,11 +83,37 @@ class Check:
     ask: Callable[[Settings, Settings], Iterable[str]]
     refuse: bool = False
 
+    @property
+    def fate(self) -> str:
+        """What becomes of a problem."""
+        return "refuse" if self.refuse else "disagree"
+
     def __str__(self) -> str:
         return self.about
 
     def problems(self, torch: Settings, flax: Settings) -> list[str]:
         """The disagreements, one sentence each."""
+        return list(self.ask(torch, flax))
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is only told of two layers, because no setting of Flax's could show it.
+
+    Attributes:
+        about: in words, for the table of rules.
+        ask: what is to be told of two layers, one sentence each.
+    """
+
+    about: str
+    ask: Callable[[Settings, Settings], Iterable[str]]
+    fate: ClassVar[str] = "remark"
+
+    def __str__(self) -> str:
+        return self.about
+
+    def problems(self, torch: Settings, flax: Settings) -> list[str]:
+        """The sentences."""
         return list(self.ask(torch, flax))
 
 
@@ -291,7 +323,31 @@ def cell_agrees(torch_name: str, cell: str) -> Callable[[Settings, Settings], li
 
 def sequence_agrees(torch: Settings, flax: Settings) -> list[str]:
     """Whether both run over the same axis, forwards."""
-    found = []
-    if bool(torch("batch_first")) is bool(flax("time_major")):
-        found.append(told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first")))
-    return found + (["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else [])
+    if torch("batch_first") is None:
+        # A direction inside nnx.Bidirectional, which says both itself.
+        return []
+    backwards = ["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else []
+    return time_axis_agrees(torch, flax) + backwards
+
+
+def time_axis_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both run over the same axis."""
+    if bool(torch("batch_first")) is not bool(flax("time_major")):
+        return []
+    return [told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first"))]
+
+
+def directions_are_joined(torch: Settings, flax: Settings) -> list[str]:
+    """Whether the outputs of both directions stand beside each other, as in torch."""
+    got = getattr(flax("merge_fn"), "__name__", str(flax("merge_fn")))
+    if got == "_concatenate":
+        return []
+    return [f"merge_fn={got} in Flax, torch joins both directions along the last axis; leave merge_fn out"]
+
+
+def dropout_between_layers(torch: Settings, flax: Settings) -> list[str]:
+    """What torch does in training between two layers, which no setting of one layer of Flax's could say."""
+    rate = torch("dropout") if torch("num_layers") == 1 else 0.0
+    if not rate:
+        return []
+    return [f"in training torch drops outputs of this layer (dropout={rate}); call an nnx.Dropout({rate}) behind it"]

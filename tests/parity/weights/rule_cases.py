@@ -28,10 +28,11 @@ class Case:
     configurations: int = 3
     channels: int | None = 1
     wrap: tuple[Any, Any] = field(default_factory=lambda: (TorchLayer, FlaxLayer))
+    form: str = ""
 
     @property
     def id(self) -> str:
-        return self.rule.removeprefix("torch.nn.")
+        return "-".join(filter(None, (self.rule.removeprefix("torch.nn."), self.form)))
 
 
 class TorchLayer(nn.Module):
@@ -84,7 +85,7 @@ def evaluated(layer: nnx.Module) -> nnx.Module:
 
 def pair_of(case: Case, number: int) -> tuple[nn.Module, nnx.Module, tuple[torch.Tensor, ...]]:
     """The pair in a configuration of its own, torch's side random, and inputs."""
-    torch_layer, flax_layer, shape = case.build(picker(case.rule, number))
+    torch_layer, flax_layer, shape = case.build(picker(*filter(None, (case.rule, case.form)), number))
     source = randomised(case.wrap[0](torch_layer), case.rule, number)
     rng = random("rule input", case.rule, number)
     shapes: Any = shape if isinstance(shape[0], tuple) else (shape,)
@@ -272,6 +273,49 @@ def recurrent(name: str, layer: bool) -> Callable[[PICK], Built]:
     return build
 
 
+class TorchStack(TorchLayer):
+    """All layers and directions at once; the states in the order in which torch stacks them."""
+
+    def forward(self, x: Any) -> Any:
+        y, state = self.layer(x)
+        return [y, *(state if isinstance(state, tuple) else (state,))]
+
+
+class FlaxStack(FlaxLayer):
+    """The layers one after the other, however they are kept."""
+
+    def __call__(self, x: Any) -> Any:
+        one = not isinstance(self.layer, nnx.List | nnx.Sequential)
+        states = []
+        for layer in [self.layer] if one else getattr(self.layer, "layers", self.layer):
+            carry, x = layer(x, return_carry=True)
+            states += carry if isinstance(layer, nnx.Bidirectional) else [carry]
+        if not isinstance(states[0], tuple):
+            return [x, jnp.stack(states)]
+        # torch has h and c, Flax c and h.
+        return [x, jnp.stack([h for _, h in states]), jnp.stack([c for c, _ in states])]
+
+
+def stack(name: str) -> Callable[[PICK], Built]:
+    """Several layers or both directions, or both, with and without biases."""
+
+    def build(pick: PICK) -> Built:
+        count, both, bias = *pick((1, True), (2, False), (2, True), (3, True)), pick(True, False)
+        time_major, kind = pick(True, False), pick(*CELLS[name])
+        options: dict[str, Any] = dict(dtype=None) if name == "RNN" else {}
+
+        def layer(width: int) -> nnx.Module:
+            runs = [nnx.RNN(kind(width, 4, **options, rngs=rngs()), time_major=time_major) for _ in "lr"]
+            return nnx.Bidirectional(*runs, time_major=time_major) if both else runs[0]
+
+        layers = [layer(3 if i == 0 else 8 if both else 4) for i in range(count)]
+        flax_layer = nnx.List(layers) if count > 1 and pick(True, False) else nnx.Sequential(*layers)
+        torch_layer = getattr(nn, name)(*(3, 4, count), bias=bias, batch_first=not time_major, bidirectional=both)
+        return torch_layer, layers[0] if count == 1 else flax_layer, (5, 2, 3) if time_major else (2, 5, 3)
+
+    return build
+
+
 CASES = [
     *(Case(f"torch.nn.Conv{n}d", conv(n)) for n in (1, 2, 3)),
     *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n)) for n in (1, 2, 3)),
@@ -282,5 +326,6 @@ CASES = [
     Case("torch.nn.PReLU", prelu),
     *(Case(f"torch.nn.{n}Cell", recurrent(n, False), 2 + (n == "LSTM"), wrap=STATES) for n in CELLS),
     *(Case(f"torch.nn.{n}", recurrent(n, True), 2, wrap=STATES) for n in CELLS),
+    *(Case(f"torch.nn.{n}", stack(n), 4, None, (TorchStack, FlaxStack), "stack") for n in CELLS),
     Case("torch.nn.MultiheadAttention", attention, 4, wrap=(TorchAttention, FlaxAttention)),
 ]

@@ -112,7 +112,7 @@ def test_a_row_that_does_not_bring_everything_back_is_found(monkeypatch):
     ("arguments", "sentence"),
     [
         ((nn.Linear, nnx.Linear), "there is a row for torch.nn.Linear and flax.nnx.Linear already"),
-        ((TorchScale, FlaxScale, "weight"), "'weight' is no LeafRule, Alone, Agree, Require or Check"),
+        ((TorchScale, FlaxScale, "weight"), "'weight' is no LeafRule, Alone, Agree, Require, Check or Remark"),
         ((TorchScale, FlaxScale, ENTRIES[2], ENTRIES[2]), "offset -> shift stands there twice"),
         ((TorchScale, FlaxScale, ENTRIES[2], parity.Alone("offset", "")), "offset has a counterpart and has none"),
         ((TorchScale(), FlaxScale), "a layer is named by its class or its dotted name"),
