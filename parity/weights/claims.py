@@ -61,6 +61,8 @@ def owners(leaf: Leaf) -> list[str]:
         for count in range(1, len(numbered) + 1):
             for gone in itertools.combinations(numbered, count):
                 found.append(".".join(part for i, part in enumerate(parts) if i not in gone))
+        # Nor does anything tell a layer inside an nnx.WeightNorm.
+        found.append(".".join(part for part in parts if part != "layer_instance"))
     return list(dict.fromkeys(found))
 
 
@@ -141,8 +143,8 @@ def lent(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
 
 
 def views(leaf: Leaf) -> list[Claim]:
-    """A leaf as an array of its own layer, and of each layer that claims it."""
-    return [Claim(leaf.owner, leaf.name, leaf.kinds), *leaf.claims]
+    """A leaf as an array of each layer that claims it, and of its own: a layer further up knows more."""
+    return [*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)]
 
 
 def holds(entry: LeafRule, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> bool:
@@ -180,21 +182,21 @@ def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
     apart = Apart(sources, targets)
     if sides[0] == sides[1]:
         return apart
+    asked = asking(sources, targets, renames, sides)
     if sides[0] == "torch":
-        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
-
-        def asked(leaf: Leaf) -> bool:
-            return any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
-
         apart.sources = sorted_torch(sources, asked, apart, filled=False)
     else:
-        wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
-
-        def asked(leaf: Leaf) -> bool:
-            return any(name in wanted for name in known_names(leaf, "torch"))
-
         apart.targets = sorted_torch(targets, asked, apart, filled=True)
     return apart
+
+
+def asking(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Callable[[Leaf], bool]:
+    """Whether Flax has a leaf for one of torch's."""
+    if sides[0] == "torch":
+        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
+        return lambda leaf: any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
+    wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
+    return lambda leaf: any(name in wanted for name in known_names(leaf, "torch"))
 
 
 def known_names(leaf: Leaf, side: str) -> list[str]:
@@ -287,7 +289,7 @@ def set_aside(leaf: Leaf, alone: Alone, apart: Apart, *, filled: bool) -> None:
     """Tell of a leaf without counterpart, in the way that its row says."""
     if alone.fate == "refused" or (alone.fate == "zero" and not filled and holds_values(leaf)):
         apart.problems.append(f"{leaf.path} has no counterpart: {alone.because}")
-    elif alone.fate == "zero":
+    elif alone.fate == "zero" or (filled and leaf.new):
         apart.aside.append(leaf.path)
         apart.zeros += [leaf] if filled else []
         apart.alone.append(f"{leaf.path} {'is filled with zeros' if filled else 'is all 0 and left out'}: {alone.because}")

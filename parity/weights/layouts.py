@@ -217,7 +217,25 @@ class OneNumber:
         return "()" if torch_shape == (1,) else str(torch_shape)
 
 
+@dataclass(frozen=True)
+class Squeezed:
+    """A torch array with axes of length 1 that Flax leaves out."""
+
+    name: str = "squeezed"
+
+    def between(self, torch_shape: Shape, flax_shape: Shape) -> Regrouped | None:
+        """The layout, if the other axes are the same."""
+        kept, wanted = ([size for size in shape if size != 1] for shape in (torch_shape, flax_shape))
+        axes = tuple(range(len(torch_shape)))
+        return Regrouped(self.name, torch_shape, torch_shape, axes, flax_shape) if kept == wanted else None
+
+    def wanted(self, torch_shape: Shape) -> str:
+        """The shapes on the Flax side that fit, in words."""
+        return str(tuple(size for size in torch_shape if size != 1))
+
+
 AS_IS = Layout("as is")
+NORMS = Squeezed()
 TRANSPOSED = Layout("transposed", (1, 0))
 ONE_NUMBER = OneNumber()
 HEADS_OUT = Heads("heads", 0, (2, 0, 1))

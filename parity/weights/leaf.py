@@ -26,7 +26,10 @@ class Shared:
     axes: tuple[int, ...]
 
 
-Role = Literal["parameter", "buffer", "random state"]
+Role = Literal["parameter", "buffer", "random state", "run state"]
+
+# What a model does not own for good: it has no counterpart elsewhere and never travels.
+PASSING = ("random state", "run state")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Leaf:
         kinds: public names of the layer's classes along its MRO; empty in a tree of arrays.
         shape: its shape.
         dtype: its dtype's name, such as `bfloat16`.
-        role: random state has no counterpart elsewhere and never travels.
+        role: random state, and what a run leaves behind, has no counterpart elsewhere and never travels.
         identity: equal for two leaves exactly if they are one array under two names.
         read: the array as NumPy, not to be written into; it may share the model's memory.
         share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
@@ -84,6 +87,9 @@ class Leaf:
         part: where it lies in the model's array, if it is only a part of that.
         claims: layers further up whose row names the array.
         from_file: whether it is read from a file.
+        merged: paths of the arrays that it is computed from, if the model has no such array itself.
+        loose: whether it may stay without counterpart, because it may be a constant that the model computed.
+        new: whether it lies in a file that is still to be made, so that nothing stands in its place.
     """
 
     path: str
@@ -100,6 +106,9 @@ class Leaf:
     part: Part | None = None
     claims: tuple[Claim, ...] = ()
     from_file: bool = False
+    merged: tuple[str, ...] = ()
+    loose: bool = False
+    new: bool = False
 
     @property
     def array_path(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from parity.frameworks import owner_of
 from parity.weights.claims import (
     Sides,
+    asking,
     claimed,
     names_in,
     other_names,
@@ -20,7 +21,8 @@ from parity.weights.claims import (
 )
 from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
-from parity.weights.leaf import Layer, Leaf
+from parity.weights.leaf import PASSING, Layer, Leaf
+from parity.weights.merging import as_wrapped, explained
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
 from parity.weights.recurrence import single_layers, unrolled
 from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
@@ -54,7 +56,7 @@ class Pairing:
         pairs: in the source's order.
         problems: leaves without counterpart, shapes that do not fit; one sentence each.
         ignored: paths left out because the caller said so.
-        random: paths of random state, which never travels.
+        random: paths of random state, and of what runs leave behind, which never travel.
         ties: groups of names that are one array in the source.
         lost_ties: names that are one array on one side and several on the other; one sentence each.
         settings: settings that do not agree; one sentence each.
@@ -112,6 +114,8 @@ def pair(
         sources, targets = (unrolled(sources), targets) if sides[0] == "torch" else (sources, unrolled(targets))
     renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
+    if sides[0] != sides[1]:
+        sources, targets, layers = with_norms(sources, targets, layers, renames, sides)
     apart = set_apart(sources, targets, renames, sides)
     if sides[0] != sides[1]:
         set_vacant(apart, layers[sides.index("torch")], renames, sides)
@@ -139,17 +143,22 @@ def pair(
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
     travelled = {p.source.identity for p in pairs}
-    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
+    stray = [(leaf, f) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
-    problems += [missing(leaf, sources, taken, sides) for leaf in empty]
-    strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
+    alone = [left_alone(leaf) for leaf in (*(leaf for leaf, f in stray if not f), *empty) if leaf.loose]
+    stray, empty = [(leaf, f) for leaf, f in stray if f or not leaf.loose], [leaf for leaf in empty if not leaf.loose]
+    lonely = [leaf for leaf, _ in stray] if sides[0] == "torch" else empty if sides[1] == "torch" else []
+    why, known = explained(lonely, filled=sides[0] != "torch")
+    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if leaf.path not in known]
+    problems += [missing(leaf, sources, taken, sides) for leaf in empty if leaf.path not in known]
+    strays = [leaf for leaf, f in stray if not f]
     help_first = remedy(strays, empty, sides, flax_layers)
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
-    problems = wrapped(sources, targets, problems, sides) + told.refused + apart.problems + help_first + problems
+    problems = wrapped(sources, targets, problems, sides, known) + why + told.refused + apart.problems + help_first + problems
     return Pairing(
         rooms[0],
         rooms[1],
@@ -159,9 +168,9 @@ def pair(
         tuple(random_source + random_target),
         kept,
         lost,
-        tuple(told.disagreeing),
+        tuple(dict.fromkeys(told.disagreeing)),
         renames,
-        tuple(apart.alone + told.notes),
+        tuple(apart.alone + alone + told.notes),
         tuple(apart.zeros),
         tuple(apart.aside),
     )
@@ -173,14 +182,26 @@ def prepared(layers: tuple[list[Layer], list[Layer]], sides: Sides) -> tuple[lis
     return mine, theirs
 
 
+def with_norms(
+    sources: list[Leaf], targets: list[Leaf], layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Sides
+) -> tuple[list[Leaf], list[Leaf], tuple[list[Layer], list[Layer]]]:
+    """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
+    asked = asking(sources, targets, renames, sides)
+    if sides[0] == "torch":
+        sources, norms = as_wrapped(sources, layers[0], asked)
+        return sources, targets, ([*layers[0], *norms], layers[1])
+    targets, norms = as_wrapped(targets, layers[1], asked)
+    return sources, targets, (layers[0], [*layers[1], *norms])
+
+
 def room_of(value: Any, role: str) -> Room:
     """What knows the leaves of a model or tree: a framework's room, or the opened checkpoint itself."""
     return value if isinstance(value, Tree) else owner_of(value, role)
 
 
 def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
-    """The leaves that travel, and the paths of random state and of what the caller ignores."""
-    random = [leaf.path for leaf in leaves if leaf.role == "random state"]
+    """The leaves that travel, and the paths of random state (and what runs leave behind) and of what the caller ignores."""
+    random = [leaf.path for leaf in leaves if leaf.role in PASSING]
     ignored = [leaf.path for leaf in leaves if any(fnmatch.fnmatchcase(leaf.path, pattern) for pattern in ignore)]
     gone = set(random) | set(ignored)
     return [leaf for leaf in leaves if leaf.path not in gone], random, ignored
@@ -284,6 +305,14 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
+def left_alone(leaf: Leaf) -> str:
+    """What is told of a plain array of a Flax module without counterpart."""
+    return (
+        f"{leaf.path} is an array in Flax but no nnx.Variable, and has no counterpart: it stays as it is; "
+        "make it an nnx.Param or nnx.Variable if it is to travel"
+    )
+
+
 def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: Sides) -> str:
     if found:
         names = ", ".join(other.path for other in found)
@@ -327,7 +356,7 @@ def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
 
 
-def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
+def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides, explained: set[str]) -> list[str]:
     """What to do about names that differ because one of the models is wrapped."""
     source, target = [leaf.path for leaf in sources], [leaf.path for leaf in targets]
     found = []
@@ -339,7 +368,7 @@ def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides
                 f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; "
                 f"give the model inside it, .{prefix}, or pass rename={rename}"
             )
-        computed = [path for path in paths if ".parametrizations." in f".{path}"]
+        computed = [path for path in paths if ".parametrizations." in f".{path}" and path not in explained]
         if computed:
             found.append(
                 f"{computed[0]} of the {role} is what a parametrization computes a parameter from; call "
@@ -397,11 +426,13 @@ def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Si
     told = Told([], [], [])
     if sides[0] == sides[1]:
         return told
-    other = {layer.own_path: layer for layer in layers[1]} | {layer.path: layer for layer in layers[1]}
+    other: dict[str, list[Layer]] = {}
+    for layer in layers[1]:
+        for path in dict.fromkeys((layer.path, layer.own_path)):
+            other.setdefault(path, []).append(layer)
     for layer in layers[0]:
         names = [*(renames.apply(path)[0] for path in (layer.path, layer.own_path)), layer.path]
-        twin = next((other[name] for name in names if name in other), None)
-        if twin:
+        for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             told.disagreeing.extend(disagreements(mine, theirs))
             told.refused.extend(refusals(mine, theirs))

@@ -13,6 +13,7 @@ from parity.weights.layouts import (
     HEADS_BIAS,
     HEADS_IN,
     HEADS_OUT,
+    NORMS,
     ONE_NUMBER,
     TRANSPOSED,
     Family,
@@ -20,6 +21,7 @@ from parity.weights.layouts import (
     flipped_kernel,
 )
 from parity.weights.leaf import Layer
+from parity.weights.merging import WEIGHT_NORM
 from parity.weights.settings import (
     Agree,
     Check,
@@ -31,6 +33,7 @@ from parity.weights.settings import (
     directions_are_joined,
     dropout_between_layers,
     momentum_agrees,
+    norm_axes_agree,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
@@ -313,6 +316,26 @@ def second_bias(torch: str, end: str) -> Alone:
     return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
 
 
+def weight_norm() -> Rule:
+    """The row of a layer that keeps the norm of its weight apart; the direction is an array of the layer inside."""
+    return Rule(
+        WEIGHT_NORM,
+        "flax.nnx.WeightNorm",
+        (
+            LeafRule("weight_g", "scales.kernel", NORMS),
+            LeafRule("weight_g", "scales.embedding", NORMS),
+        ),
+        (
+            Check("dim, feature_axes", norm_axes_agree),
+            Require("flax", "epsilon", 0.0, "torch adds nothing to the squares that it sums"),
+            Require("flax", "use_scale", True, "torch multiplies by the norm"),
+        ),
+        (),
+        "each call of nnx.WeightNorm writes the normalised kernel over the direction (the same function, but other numbers "
+        "on the way back), and its scales are no nnx.Param: an optimizer does not train them",
+    )
+
+
 PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
 
 RULES: list[Rule] = [
@@ -412,6 +435,7 @@ RULES += [
     gated("GRU", "RNN", "_l0", "cell.", dense_bias="dense_i"),
     gated("LSTM", "RNN", "_l0", "cell.", dense_bias="dense_h", split="ifgo"),
     gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
+    weight_norm(),
     *(both_ways(torch) for torch in ("GRU", "LSTM", "RNN")),
 ]
 

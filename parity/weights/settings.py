@@ -293,6 +293,25 @@ def attention_dropout_agrees(torch: Settings, flax: Settings) -> list[str]:
     return found
 
 
+def norm_axes_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether the same slices of a weight have a norm of their own: torch's `dim` is an axis of its own layout."""
+    dim, axes, layer = torch("dim"), flax("feature_axes"), flax("layer_instance")
+    got = (axes,) if isinstance(axes, int) else tuple(axes)
+    if dim is None:
+        wanted: tuple[int, ...] = ()
+    elif type(layer).__name__ == "Embed":
+        wanted = (dim - 2,)
+    else:
+        # torch has outputs and inputs first, Flax inputs and outputs last; a transposed convolution has them swapped.
+        swapped = type(layer).__name__ == "ConvTranspose" and not getattr(layer, "transpose_kernel", False)
+        wanted = ((-2, -1) if swapped else (-1, -2))[dim : dim + 1] or (dim - 2,)
+    axes_count = getattr(getattr(layer, "kernel", getattr(layer, "embedding", None)), "ndim", 0)
+    if {axis % axes_count for axis in got} == {axis % axes_count for axis in wanted}:
+        return []
+    feature_axes = wanted[0] if wanted else None
+    return [f"weight_norm with dim={dim} in torch, feature_axes={axes!r} in Flax; set feature_axes={feature_axes}"]
+
+
 # ---------------------------------------------------------------- recurrence
 
 
