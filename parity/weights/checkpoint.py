@@ -243,7 +243,8 @@ class Target(Tree):
         Raises:
             InputError: the disk is full, or what was read back is not what was written.
         """
-        metadata = self.metadata | ({"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {})
+        kind = {"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {}
+        metadata = {**self.metadata, **kind}
         before = safetensors_file.listed_shards(self.path) if self.format is SHARDED and self.path.exists() else []
         made = self.format is SHARDED and not self.path.parent.exists()
         further: list[Path] = []

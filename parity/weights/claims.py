@@ -17,6 +17,7 @@ from parity.weights.paths import Rename, join, split
 from parity.weights.rules import TORCH_NAMES, Alone, LeafRule, Rule, Side, rows_for
 
 Sides = tuple[Any, ...]
+Layers = tuple[list[Layer], list[Layer]]
 
 
 def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
@@ -177,8 +178,8 @@ class Apart:
     aside: list[str] = field(default_factory=list)
 
 
-def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Apart:
-    """Cut torch arrays into the blocks that Flax wants, and set aside what only torch has."""
+def set_apart(sources: list[Leaf], targets: list[Leaf], layers: Layers, renames: Rename, sides: Sides) -> Apart:
+    """Cut torch arrays into the blocks that Flax wants, and set aside what only one side has."""
     apart = Apart(sources, targets)
     if sides[0] == sides[1]:
         return apart
@@ -187,6 +188,7 @@ def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
         apart.sources = sorted_torch(sources, asked, apart, filled=False)
     else:
         apart.targets = sorted_torch(targets, asked, apart, filled=True)
+    set_vacant(apart, layers[sides.index("torch")], renames, sides)
     return apart
 
 

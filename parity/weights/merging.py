@@ -23,7 +23,8 @@ MERGES = ("weight_norm", "spectral_norm", "lora", "recurrent biases")
 # The torch function that makes a layer keep a norm and a direction; the ledger knows the norm by it.
 WEIGHT_NORM = "torch.nn.utils.parametrizations.weight_norm"
 
-REMOVE = "call torch.nn.utils.parametrize.remove_parametrizations (in the older form torch.nn.utils.remove_{kind}) on the layer first"
+REMOVE_PARAMETRIZATIONS = "call torch.nn.utils.parametrize.remove_parametrizations on that layer"
+REMOVE = REMOVE_PARAMETRIZATIONS + " (in its older form torch.nn.utils.remove_{kind}) first"
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,12 @@ def explained(leaves: list[Leaf], *, filled: bool) -> tuple[list[str], set[str]]
             about |= set(one.paths)
     for owner, (maker, names) in quantised(leaves).items():
         sentences.append(
-            f"{', '.join(join(owner, name) for name in names)}: the weight was quantised by {maker} and is not there as numbers; "
-            "let that library dequantise the model, save it in a floating point dtype, and transfer that"
+            f"{', '.join(join(owner, name) for name in names)}: the weight was quantised by {maker} and is not there as "
+            "numbers; let that library dequantise the model, save it in a floating point dtype, and transfer that"
         )
+    other = [leaf.path for leaf in leaves if ".parametrizations." in f".{leaf.path}" and leaf.path not in about]
+    if other:
+        sentences.append(f"{other[0]} is what a parametrization computes a parameter from; {REMOVE_PARAMETRIZATIONS} first")
     loose = [leaf.path for leaf in leaves if "lora_" in leaf.path and leaf.path not in about]
     if loose:
         sentences.append(
@@ -171,7 +175,7 @@ def unpaired(one: Computed, *, filled: bool) -> str:
     if filled:
         return f"{start}, which cannot be told from one array of Flax's; {remove}"
     reason = {
-        "weight_norm": "either of them alone would be another function; wrap the Flax layer in nnx.WeightNorm(..., epsilon=0.0), ",
+        "weight_norm": "neither alone is the weight; wrap the Flax layer in nnx.WeightNorm(..., epsilon=0.0), ",
         "spectral_norm": "and nnx.SpectralNorm has no place for them: it iterates once more, in evaluation too, and keeps "
         "the divided weight; ",
         "lora": "the large one alone would be another function; ",

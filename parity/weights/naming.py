@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from parity.errors import TransferError, listed
 from parity.weights.files import FLAX_ONLY, Side, make_leaf
 from parity.weights.layouts import AS_IS, TRANSPOSED, Flipped, Layout
@@ -33,6 +35,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
     renames = directed(Rename(rename), (from_side, to_side), travelling)
     leaves, problems = [], []
     for leaf in travelling:
+        leaves += counts(leaf, renames, leaves) if (from_side, to_side) == ("flax", "torch") else []
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
             # Of no counterpart by its nature: pairing tells of it, or refuses it.
             continue
@@ -56,6 +59,19 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         ask = "give the names of the target with like (--like)"
         raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
     return leaves
+
+
+def counts(leaf: Leaf, renames: Rename, known: list[Leaf]) -> list[Leaf]:
+    """What only torch's layer has and what torch wants to find in a file, once for each layer: all 0."""
+    kinds = leaf.kinds
+    alone = {one.torch: (rule.torch, *one.new) for rule in rows_for(kinds) for one in rule.alone if one.new}
+    found = []
+    for name, (kind, dtype, shape) in alone.items():
+        path = renames.apply(join(leaf.owner, name))[0]
+        if all(path != other.path for other in known):
+            made = make_leaf(path, shape, dtype, path, lambda shape=shape, dtype=dtype: np.zeros(shape, dtype))
+            found.append(dataclasses.replace(made, kinds=(kind,)))
+    return found
 
 
 def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | str:

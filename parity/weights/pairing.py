@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from parity.frameworks import owner_of
 from parity.weights.claims import (
+    Layers,
     Sides,
     asking,
     claimed,
@@ -15,7 +16,6 @@ from parity.weights.claims import (
     owners,
     reading,
     set_apart,
-    set_vacant,
     torch_names,
     undecided,
 )
@@ -107,18 +107,14 @@ def pair(
     sources, random_source, ignored_source = sorted_out(rooms[0].leaves(source), ignore)
     targets, random_target, ignored_target = sorted_out(rooms[1].leaves(target), ignore)
     sides: Sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
-    layers = rooms[0].layers(source), rooms[1].layers(target)
+    layers: Layers = rooms[0].layers(source), rooms[1].layers(target)
     if sides[0] != sides[1]:
-        sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-        layers = prepared(layers, sides)
-        sources, targets = (unrolled(sources), targets) if sides[0] == "torch" else (sources, unrolled(targets))
+        sources, targets = prepared(sources, layers[0], sides[0]), prepared(targets, layers[1], sides[1])
+        layers = (single_layers(layers[0]), layers[1]) if sides[0] == "torch" else (layers[0], single_layers(layers[1]))
     renames, used = directed(Rename(rename), sides, sources), set[str]()
     problems = unused_patterns(ignore, ignored_source + ignored_target)
-    if sides[0] != sides[1]:
-        sources, targets, layers = with_norms(sources, targets, layers, renames, sides)
-    apart = set_apart(sources, targets, renames, sides)
-    if sides[0] != sides[1]:
-        set_vacant(apart, layers[sides.index("torch")], renames, sides)
+    sources, targets, layers = with_norms(sources, targets, layers, renames, sides)
+    apart = set_apart(sources, targets, layers, renames, sides)
     sources, targets = apart.sources, apart.targets
     index = indexed(targets, sides)
     flax_layers = {layer.own_path: layer for layer in layers[sides.index("flax")]} if sides[0] != sides[1] else {}
@@ -147,18 +143,15 @@ def pair(
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
     alone = [left_alone(leaf) for leaf in (*(leaf for leaf, f in stray if not f), *empty) if leaf.loose]
-    stray, empty = [(leaf, f) for leaf, f in stray if f or not leaf.loose], [leaf for leaf in empty if not leaf.loose]
-    lonely = [leaf for leaf, _ in stray] if sides[0] == "torch" else empty if sides[1] == "torch" else []
-    why, known = explained(lonely, filled=sides[0] != "torch")
-    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if leaf.path not in known]
-    problems += [missing(leaf, sources, taken, sides) for leaf in empty if leaf.path not in known]
-    strays = [leaf for leaf, f in stray if not f]
-    help_first = remedy(strays, empty, sides, flax_layers)
+    left = left_over([one for one in stray if one[1] or not one[0].loose], [leaf for leaf in empty if not leaf.loose], sides)
+    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in left.stray]
+    problems += [missing(leaf, sources, taken, sides) for leaf in left.empty]
+    help_first = left.why + remedy([leaf for leaf, f in left.stray if not f], left.empty, sides, flax_layers)
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
     kept, lost = ties(pairs, sources, sides)
     problems += conflicting_ties(pairs)
     told = settings(layers, renames, sides)
-    problems = wrapped(sources, targets, problems, sides, known) + why + told.refused + apart.problems + help_first + problems
+    problems = wrapped(sources, targets, problems, sides) + told.refused + apart.problems + help_first + problems
     return Pairing(
         rooms[0],
         rooms[1],
@@ -176,16 +169,18 @@ def pair(
     )
 
 
-def prepared(layers: tuple[list[Layer], list[Layer]], sides: Sides) -> tuple[list[Layer], list[Layer]]:
-    """The layers of both sides, torch's recurrent ones also as the single layers that Flax has."""
-    mine, theirs = (single_layers(one) if side == "torch" else one for one, side in zip(layers, sides, strict=True))
-    return mine, theirs
+def prepared(leaves: list[Leaf], layers: list[Layer], side: str) -> list[Leaf]:
+    """The leaves of one side with the layers by whose rows they may be known to the other."""
+    found = claimed(leaves, layers)
+    return unrolled(found) if side == "torch" else found
 
 
 def with_norms(
-    sources: list[Leaf], targets: list[Leaf], layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Sides
-) -> tuple[list[Leaf], list[Leaf], tuple[list[Layer], list[Layer]]]:
+    sources: list[Leaf], targets: list[Leaf], layers: Layers, renames: Rename, sides: Sides
+) -> tuple[list[Leaf], list[Leaf], Layers]:
     """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
+    if sides[0] == sides[1]:
+        return sources, targets, layers
     asked = asking(sources, targets, renames, sides)
     if sides[0] == "torch":
         sources, norms = as_wrapped(sources, layers[0], asked)
@@ -305,6 +300,30 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
+@dataclass(frozen=True)
+class LeftOver:
+    """Leaves without counterpart.
+
+    Attributes:
+        stray: of the source, each with the leaves of the target that its name fits, if there are several.
+        empty: of the target.
+        why: what is known of torch's, which are no longer among the others; one sentence each.
+    """
+
+    stray: list[tuple[Leaf, list[Leaf] | None]]
+    empty: list[Leaf]
+    why: list[str]
+
+
+def left_over(stray: list[tuple[Leaf, list[Leaf] | None]], empty: list[Leaf], sides: Sides) -> LeftOver:
+    """Leaves without counterpart, those of torch's for which a reason is known set apart."""
+    if sides[0] == sides[1]:
+        return LeftOver(stray, empty, [])
+    filled = sides[1] == "torch"
+    why, known = explained(empty if filled else [leaf for leaf, _ in stray], filled=filled)
+    return LeftOver([one for one in stray if one[0].path not in known], [leaf for leaf in empty if leaf.path not in known], why)
+
+
 def left_alone(leaf: Leaf) -> str:
     """What is told of a plain array of a Flax module without counterpart."""
     return (
@@ -356,7 +375,7 @@ def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
 
 
-def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides, explained: set[str]) -> list[str]:
+def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
     """What to do about names that differ because one of the models is wrapped."""
     source, target = [leaf.path for leaf in sources], [leaf.path for leaf in targets]
     found = []
@@ -367,12 +386,6 @@ def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides
             found.append(
                 f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; "
                 f"give the model inside it, .{prefix}, or pass rename={rename}"
-            )
-        computed = [path for path in paths if ".parametrizations." in f".{path}" and path not in explained]
-        if computed:
-            found.append(
-                f"{computed[0]} of the {role} is what a parametrization computes a parameter from; call "
-                "torch.nn.utils.parametrize.remove_parametrizations on that layer first"
             )
     return found
 
@@ -421,7 +434,7 @@ class Told:
     notes: list[str]
 
 
-def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Sides) -> Told:
+def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
     """Disagreements of all layers that both sides have under one path."""
     told = Told([], [], [])
     if sides[0] == sides[1]:

@@ -10,13 +10,16 @@ from typing import Literal
 
 from parity.weights.layouts import (
     AS_IS,
+    GENERAL,
     HEADS_BIAS,
     HEADS_IN,
     HEADS_OUT,
     NORMS,
     ONE_NUMBER,
+    SPLIT,
     TRANSPOSED,
     Family,
+    Shape,
     channels_last,
     flipped_kernel,
 )
@@ -28,10 +31,13 @@ from parity.weights.settings import (
     Remark,
     Require,
     attention_dropout_agrees,
+    batches_are_shared,
     cell_agrees,
     dilations_agree,
     directions_are_joined,
     dropout_between_layers,
+    einsum_agrees,
+    general_axes_agree,
     momentum_agrees,
     norm_axes_agree,
     one_width_for_keys_and_values,
@@ -79,11 +85,13 @@ class Alone:
         fate: `kept` leaves it as it is on the way back and is only told of; `zero` may be left
             out exactly if all of it is 0, and is filled with 0 on the way back; `refused` lets
             nothing travel.
+        new: the dtype and shape with which it is written, all 0, into a file for torch that has none yet.
     """
 
     torch: str
     because: str
     fate: Literal["kept", "zero", "refused"] = "kept"
+    new: tuple[str, Shape] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,8 @@ class Rule:
                 found[whole].append(name[:-1])
         return [(whole, tuple(names)) for whole, names in found.items()]
 
+
+BATCHES = "nnx.BatchNorm counts no batches; torch uses the count only where momentum is None"
 
 SLOW_VARIANCE = Require(
     "flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"
@@ -188,10 +198,10 @@ def transposed_convolution(ndim: int) -> Rule:
     )
 
 
-def batch_norm(ndim: int) -> Rule:
+def batch_norm(torch: str) -> Rule:
     """The row of a batch normalisation; the number of spatial axes makes no difference."""
     return Rule(
-        f"torch.nn.BatchNorm{ndim}d",
+        f"torch.nn.{torch}",
         "flax.nnx.BatchNorm",
         (
             LeafRule("weight", "scale"),
@@ -209,8 +219,9 @@ def batch_norm(ndim: int) -> Rule:
             Check("momentum, 1 - momentum", momentum_agrees),
             SLOW_VARIANCE,
             Require("flax", "axis", -1, "the channels are last in Flax"),
+            *((Remark("axis_name", batches_are_shared),) if torch == "SyncBatchNorm" else ()),
         ),
-        (Alone("num_batches_tracked", "nnx.BatchNorm counts no batches; torch uses the count only where momentum is None"),),
+        (Alone("num_batches_tracked", BATCHES, new=("int64", ())),),
         "in training nnx.BatchNorm stores the biased variance, torch n / (n - 1) times it; evaluation is equal",
     )
 
@@ -306,14 +317,14 @@ def both_ways(torch: str) -> Rule:
 
 def second_bias(torch: str, end: str) -> Alone:
     """Torch adds two biases where Flax has one: exact only if the second is 0, for their sum would be rounded."""
-    fold = f"with torch.no_grad(): layer.bias_ih{end}.add_(layer.bias_hh{end}); layer.bias_hh{end}.zero_()"
+    ask = 'pass merge="recurrent biases" to send the rounded sum'
     if torch.startswith("GRU"):
         why = "nnx.GRUCell has no bias inside the reset gate (b_hn), which would be lost and cannot be folded into another"
-        how = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
-        cell = "where b_hn is not 0, write a cell of your own"
-        return Alone(f"bias_hh{end}", f"{why}; {how}; {cell}; in training torch moves both biases", "zero")
-    why = f"Flax has one bias, and the rounded sum of two would be another function; fold them in torch first ({fold})"
-    return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
+        how = f"where that last third is 0, {ask}; where not, write a cell of your own"
+        formula = "n = tanh(W_in x + b_in + r * (W_hn h + b_hn))"
+        return Alone(f"bias_hh{end}", f"{why}; {how}: {formula}; in training torch moves both biases", "zero")
+    why = "Flax has one bias, and the rounded sum of two would be another function"
+    return Alone(f"bias_hh{end}", f"{why}; {ask}; in training torch moves both biases", "zero")
 
 
 def weight_norm() -> Rule:
@@ -345,6 +356,18 @@ RULES: list[Rule] = [
         (LeafRule("weight", "kernel", TRANSPOSED), LeafRule("bias", "bias")),
     ),
     Rule(
+        "torch.nn.Linear",
+        "flax.nnx.LinearGeneral",
+        (LeafRule("weight", "kernel", GENERAL), LeafRule("bias", "bias", SPLIT)),
+        (Check("axis: the last ones, batch_axis: none", general_axes_agree, refuse=True),),
+    ),
+    Rule(
+        "torch.nn.Linear",
+        "flax.nnx.Einsum",
+        (LeafRule("weight", "kernel", GENERAL), LeafRule("bias", "bias", SPLIT)),
+        (Check("einsum_str: ...inputs, inputs outputs -> ...outputs", einsum_agrees, refuse=True),),
+    ),
+    Rule(
         "torch.nn.LayerNorm",
         "flax.nnx.LayerNorm",
         (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
@@ -374,7 +397,7 @@ RULES: list[Rule] = [
     ),
     *(convolution(ndim) for ndim in (1, 2, 3)),
     *(transposed_convolution(ndim) for ndim in (1, 2, 3)),
-    *(batch_norm(ndim) for ndim in (1, 2, 3)),
+    *(batch_norm(f"{kind}BatchNorm{end}") for kind, end in (("", "1d"), ("", "2d"), ("", "3d"), ("Sync", ""))),
     *(instance_norm(ndim) for ndim in (1, 2, 3)),
     Rule(
         "torch.nn.GroupNorm",

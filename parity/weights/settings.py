@@ -128,6 +128,33 @@ def equal(wanted: Any, got: Any) -> bool:
     return bool(wanted == got)
 
 
+# ---------------------------------------------------------------- linear layers
+
+
+def general_axes_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether a general linear layer contracts the last axes in their order, as torch does the flattened ones."""
+    axes, batch = tuple(flax("axis")), dict(flax("batch_axis") or {})
+    wanted = tuple(range(-len(axes), 0))
+    found = [] if axes == wanted else [f"axis={axes} in Flax, torch takes the last axes in their order; set axis={wanted}"]
+    return found + ([f"batch_axis={batch} in Flax, torch has one weight for all; leave it out"] if batch else [])
+
+
+def einsum_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether an einsum contracts the last axes of its input, and gives new ones at the end, in the kernel's order."""
+    text = str(flax("einsum_str"))
+    operands, output = text.split("->")
+    given, kernel = operands.split(",")
+    new = "".join(letter for letter in kernel if letter not in given)
+    gone = kernel.removesuffix(new)
+    kept = given.removesuffix(gone)
+    if new and gone and kernel == gone + new and given == kept + gone and output == kept + new:
+        return []
+    return [
+        f"einsum_str={text!r} in Flax is no linear layer as torch has it: the kernel's axes must be the last ones of the "
+        "input, then the last ones of the output, as in '...i,io->...o'; use parity.add_rule for a class of your own"
+    ]
+
+
 # ---------------------------------------------------------------- convolutions
 
 
@@ -273,6 +300,13 @@ def momentum_agrees(torch: Settings, flax: Settings) -> list[str]:
     if math.isclose(1 - given, got, rel_tol=1e-9):
         return []
     return [told("momentum", given, "momentum", got, round(1 - given, 12))]
+
+
+def batches_are_shared(torch: Settings, flax: Settings) -> list[str]:
+    """What must be known of statistics that torch takes over all processes."""
+    if flax("axis_name") is not None:
+        return []
+    return ["in training torch takes its statistics over all processes; set axis_name, or shard the batch under jax.jit"]
 
 
 def one_width_for_keys_and_values(torch: Settings, flax: Settings) -> list[str]:

@@ -107,7 +107,7 @@ def kinds(module: Any) -> tuple[str, ...]:
 
 
 def role_of(variable: Any) -> Role:
-    if isinstance(variable, nnx.RngState) or jnp.issubdtype(getattr(variable, "dtype", None), jax.dtypes.prng_key):
+    if isinstance(variable, nnx.RngState) or jnp.issubdtype(getattr(variable, "dtype", np.void), jax.dtypes.prng_key):
         return "random state"
     if isinstance(variable, nnx.Intermediate | nnx.Perturbation | MetricState):
         return "run state"

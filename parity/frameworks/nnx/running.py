@@ -14,7 +14,7 @@ from flax import nnx
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.trees import flatten, mapped
-from parity.frameworks.nnx.leaves import content, is_array, leaves, to_numpy, walk
+from parity.frameworks.nnx.leaves import content, is_array, key_name, leaves, to_numpy, walk
 from parity.frameworks.nnx.widening import follow_dtype, widened
 from parity.frameworks.settings import Held
 from parity.weights.leaf import Leaf
@@ -50,7 +50,7 @@ def problems_before_running(model: Any) -> list[str]:
 
 def contents(model: Any) -> list[tuple[Leaf, Any]]:
     nodes = [content(node) for _, _, node in walk(model) if isinstance(node, nnx.Variable)]
-    return list(zip(leaves(model), nodes, strict=True))
+    return list(zip((leaf for leaf in leaves(model) if not leaf.loose), nodes, strict=True))
 
 
 def depends_on_mode(module: Any) -> bool:
@@ -208,7 +208,7 @@ def prepare(
     graphdef, parameters, rest = nnx.split(model, nnx.Param, ...)
 
     def renewed(path: tuple[Any, ...], leaf: Any) -> Any:
-        given = None if weights is None else weights.get(".".join(map(str, path)))
+        given = None if weights is None else weights.get(".".join(map(key_name, path)))
         value = content(leaf) if given is None else given
         if isinstance(leaf, nnx.RngState):
             return leaf

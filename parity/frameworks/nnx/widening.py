@@ -26,7 +26,7 @@ def follow_dtype(model: Any) -> Any:
         if isinstance(node, nnx.Embed):
             node.dtype = content(node.embedding).dtype
         if isinstance(node, RNNCellBase):
-            node.param_dtype = jnp.dtype(model_dtype(node) or node.param_dtype)
+            node.param_dtype = jnp.dtype(model_dtype(node) or "float32")  # type: ignore[attr-defined]
     return model
 
 

@@ -80,8 +80,8 @@ def with_adapters(layer: Any, one: Computed, tensors: dict[str, Tensor], number:
         `Linear.get_delta_weight` of peft.tuners.lora.
     """
     if layer is None:
-        a, b = lora_factors(one, number)
-        return tensors["weight"] + (tensors[b] @ tensors[a]) * number
+        first, second = lora_factors(one, number)
+        return tensors["weight"] + (tensors[second] @ tensors[first]) * (number or 0)
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         # It is in the large matrix already, or takes no part.
         return tensors["weight"]
