@@ -33,7 +33,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
     """
     travelling, _, _ = sorted_out(sources, tuple(ignore))
     renames = directed(Rename(rename), (from_side, to_side), travelling)
-    leaves, problems = [], []
+    leaves, problems = list[Leaf](), list[str]()
     for leaf in travelling:
         leaves += counts(leaf, renames, leaves) if (from_side, to_side) == ("flax", "torch") else []
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):

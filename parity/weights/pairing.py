@@ -23,9 +23,15 @@ from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import PASSING, Layer, Leaf
 from parity.weights.merging import as_wrapped, explained
+from parity.weights.mirrors import NO_COUNTERPART, mirror_problems
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
 from parity.weights.recurrence import single_layers, unrolled
 from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
+
+# What holds parameters or layers of the user's and computes nothing itself.
+HOLDERS = tuple(
+    f"torch.nn.{name}" for name in ("Module", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+)
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
@@ -340,14 +346,24 @@ def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Lea
     known = {other.path: other.path for other in targets}
     known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     near = nearest(looked_for, known)
-    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
+    rule = without_rule(leaf) if sides == ("torch", "flax") else ""
+    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}{rule}"
 
 
 def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> str:
     used = {source.path for source in taken.values()}
     known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
-    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
+    rule = without_rule(leaf) if sides == ("flax", "torch") else ""
+    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}{rule}"
+
+
+def without_rule(leaf: Leaf) -> str:
+    """What to do about an array of a layer of torch's own for which the ledger has no row."""
+    own = next((kind for kind in leaf.kinds if kind.startswith("torch.nn.") and kind.rpartition(".")[0] == "torch.nn"), "")
+    if not own or own in HOLDERS or rows_for(leaf.kinds):
+        return ""
+    return f"; {NO_COUNTERPART.get(own, f'{own} has no rule yet, add one by parity.add_rule')}"
 
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
@@ -448,6 +464,7 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             told.disagreeing.extend(disagreements(mine, theirs))
+            told.disagreeing.extend([] if row_of(mine.kinds, theirs.kinds) else mirror_problems(mine, theirs))
             told.refused.extend(refusals(mine, theirs))
             told.notes.extend(remarks(mine, theirs))
     return told

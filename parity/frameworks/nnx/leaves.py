@@ -1,5 +1,6 @@
 """NNX models and states as leaves and layers, and how they are written."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from flax.nnx.training.metrics import MetricState
 
 from parity.errors import InputError
 from parity.weights.leaf import Layer, Leaf, Role, Shared
+from parity.weights.mirrors import argument
 
 NAME = "flax"
 
@@ -160,14 +162,35 @@ def content(variable: Any) -> Any:
 
 
 def layers(value: Any) -> list[Layer]:
-    """Every module under its path in torch's words, the root as ''."""
+    """Every module under its path in torch's words, the root as '', and functions of jax that modules hold."""
     if not is_model(value):
         return []
-    return [
-        Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path))
-        for path, torch_path, node in walk(value)
-        if isinstance(node, nnx.Module)
-    ]
+    found = []
+    for path, torch_path, node in walk(value):
+        if isinstance(node, nnx.Module):
+            found.append(Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path)))
+        for name, child in parts(node):
+            if function := function_kind(child):
+                # In an nnx.Sequential a function has a number as a module has.
+                places = (*torch_path, name), (*path, name)
+                found.append(Layer(".".join(places[0]), (function,), argument_reader(child), ".".join(places[1])))
+    return found
+
+
+def function_kind(value: Any) -> str:
+    """The public name of a function of jax that stands for a layer of torch, '' of anything else."""
+    function = value.func if isinstance(value, functools.partial) else value
+    if isinstance(function, type | nnx.Module) or not callable(function):
+        return ""
+    home, name = str(getattr(function, "__module__", "")), getattr(function, "__name__", "")
+    for inside, public in (("jax._src.nn", "jax.nn"), ("jax._src.numpy", "jax.numpy")):
+        if home.startswith(inside):
+            return f"{public}.{name}"
+    return ""
+
+
+def argument_reader(function: Any) -> Callable[[str], Any]:
+    return lambda name: argument(function, name)
 
 
 def setting_reader(module: Any) -> Callable[[str], Any]:

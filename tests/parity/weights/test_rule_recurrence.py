@@ -81,11 +81,6 @@ def test_the_second_bias_is_told_of_and_comes_back_as_zeros():
             "bidirectional=True in torch, wanted False",
         ),
         (nn.LSTM(3, 4, proj_size=2), nnx.RNN(nnx.LSTMCell(3, 4, rngs=rngs())), "proj_size=2 in torch, wanted 0"),
-        (
-            nn.GRUCell(3, 4, bias=False),
-            nnx.GRUCell(3, 4, rngs=rngs()),
-            "dense_i.bias .* of the target gets nothing from the source",
-        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused(torch_layer, flax_layer, sentence):
