@@ -320,7 +320,7 @@ class Merged(Tree):
 
     def merged(self, one: Computed, number: float | None) -> tuple[Leaf, str]:
         """The effective weight and what is said of it; nothing is said where nothing has to be merged."""
-        first = one.pieces.get("v", one.pieces.get("weight", next(iter(one.pieces.values()))))
+        first = one.pieces.get("weight") or one.pieces.get("v") or one.pieces["ih"]
         if one.kind == "recurrent biases":
             how = self.biases(one)
             read = lambda: sum_of_biases(one)  # noqa: E731

@@ -87,9 +87,8 @@ def with_adapters(layer: Any, one: Computed, tensors: dict[str, Tensor], number:
         return tensors["weight"]
     if any(getattr(layer, "use_dora", {}).values()) or any(b.bias is not None for b in layer.lora_B.values()):
         raise InputError(f"the adapter of {one.path} is no plain LoRA (DoRA, or a bias); let peft merge it (merge_and_unload)")
-    active = getattr(layer, "active_adapters", None) or list(layer.lora_A)
     weight = tensors["weight"]
-    for name in active:
+    for name in getattr(layer, "active_adapters", layer.lora_A):
         a, b = tensors[f"A {name}"], tensors[f"B {name}"]
         if a.ndim != 2 or not hasattr(layer, "scaling"):
             raise InputError(f"the adapter {name} of {one.path} is no pair of matrices with a scaling; let peft merge it")
