@@ -136,6 +136,7 @@ def mirror_problems(torch_layer: Layer, flax_layer: Layer) -> list[str]:
         if kind in MIRRORS:
             sentences = [one for shown in MIRRORS[kind] for one in shown.problems(torch_layer.settings, flax_layer.settings)]
             sentences += function_problems(torch_layer.settings("activation"), flax_layer.settings("activation"))
+            sentences += fast_path_problems(torch_layer.settings)
             break
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in sentences]
 
@@ -160,6 +161,17 @@ def function_problems(torch: Any, flax: Any) -> list[str]:
     if not given or not got or given == got or (isinstance(flax, str) and given.startswith(f"{got} ")):
         return []
     return [f"activation={given} in torch, activation={got} in Flax; set the same"]
+
+
+def fast_path_problems(torch: Settings) -> list[str]:
+    """What torch's fused layer does in evaluation to an activation that its module says otherwise (torch 2.13)."""
+    fused = torch("activation_relu_or_gelu") == 2 and torch("self_attn.batch_first")
+    if not fused or function_name(torch("activation")) != "gelu (tanh)":
+        return []
+    return [
+        "activation=nn.GELU(approximate='tanh') in torch, whose fused path in evaluation computes the exact GELU all the same; "
+        "give torch a function, activation=lambda x: F.gelu(x, approximate='tanh')"
+    ]
 
 
 KNOWN = ("relu", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "mish", "selu", "relu6", "softplus")

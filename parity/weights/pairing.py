@@ -256,10 +256,9 @@ def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str
         return Pair(source, target, AS_IS, "name")
     torch_leaf, flax_leaf = (source, target) if sides[0] == "torch" else (target, source)
     entry = reading(torch_leaf, flax_leaf, flax_layers)
-    if not entry:
-        stranger = strangers(torch_leaf, flax_leaf)
-        if stranger:
-            return stranger
+    stranger = "" if entry and rows_for(torch_leaf.kinds) else strangers(torch_leaf, flax_leaf)
+    if stranger:
+        return stranger
     if entry and entry.when and (open_ := undecided(torch_leaf, flax_leaf, flax_layers)):
         return open_
     family = entry.layout if entry else AS_IS
@@ -289,6 +288,8 @@ def make_pair(source: Leaf, target: Leaf, sides: Sides, flax_layers: Mapping[str
 def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
     """Why two leaves of one name are no pair: their layers have rows in the ledger, but none together."""
     mine, theirs = rows_for(torch_leaf.kinds), rows_for(flax_leaf.kinds)
+    if theirs and (rule := without_rule(torch_leaf)):
+        return f"{torch_leaf.path} and {flax_leaf.path} of a {theirs[0].flax} are no pair{rule}"
     if not mine or not theirs or row_of(torch_leaf.kinds, flax_leaf.kinds):
         return ""
     wanted = " or ".join(dict.fromkeys(rule.flax for rule in mine))

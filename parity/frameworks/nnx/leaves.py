@@ -183,10 +183,8 @@ def function_kind(value: Any) -> str:
     if isinstance(function, type | nnx.Module) or not callable(function):
         return ""
     home, name = str(getattr(function, "__module__", "")), getattr(function, "__name__", "")
-    for inside, public in (("jax._src.nn", "jax.nn"), ("jax._src.numpy", "jax.numpy")):
-        if home.startswith(inside):
-            return f"{public}.{name}"
-    return ""
+    public = home.replace("jax._src.", "jax.")
+    return next((f"{room}.{name}" for room in ("jax.nn", "jax.numpy") if f"{public}.".startswith(f"{room}.")), "")
 
 
 def argument_reader(function: Any) -> Callable[[str], Any]:

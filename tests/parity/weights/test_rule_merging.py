@@ -1,4 +1,4 @@
-"""Weights that torch keeps as several arrays: one to one where Flax does too, merged where it is asked for, refused otherwise."""
+"""Weights that torch keeps as several arrays: one to one where Flax does too, merged on request, refused otherwise."""
 
 import warnings
 from collections.abc import Callable
@@ -208,13 +208,13 @@ def test_a_planted_setting_is_told(options, sentence):
 
 def test_a_wrapper_without_scales_is_refused():
     target = FlaxNet(nnx.WeightNorm(nnx.Linear(3, 4, rngs=rngs()), use_scale=False, epsilon=0.0, rngs=rngs()))
-    with pytest.raises(parity.TransferError, match="torch computes layer.weight from"):
+    with pytest.raises(parity.TransferError, match=r"torch computes layer\.weight from"):
         parity.transfer(source_of("weight_norm"), target)
 
 
 def test_an_iteration_is_refused_also_by_the_wrapper_of_flax():
     target = FlaxNet(nnx.SpectralNorm(nnx.Linear(3, 4, rngs=rngs()), rngs=rngs()))
-    with pytest.raises(parity.TransferError, match="nnx.SpectralNorm has no place for them: it iterates once more"):
+    with pytest.raises(parity.TransferError, match=r"nnx\.SpectralNorm has no place for them: it iterates once more"):
         parity.transfer(source_of("spectral_norm"), target)
 
 
@@ -356,7 +356,7 @@ def test_a_parametrization_of_another_kind_is_named():
     source = nn.Linear(4, 4)
     parametrize.register_parametrization(source, "weight", nn.Softplus())
     with pytest.raises(
-        parity.TransferError, match="parametrizations.weight.original is what a parametrization computes a param"
+        parity.TransferError, match=r"parametrizations\.weight\.original is what a parametrization computes a param"
     ):
         parity.transfer(source, nnx.Linear(4, 4, rngs=rngs()))
 
