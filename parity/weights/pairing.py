@@ -149,7 +149,8 @@ def pair(
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
     alone = [left_alone(leaf) for leaf in (*(leaf for leaf, f in stray if not f), *empty) if leaf.loose]
-    left = left_over([one for one in stray if one[1] or not one[0].loose], [leaf for leaf in empty if not leaf.loose], sides)
+    stray, empty = [one for one in stray if one[1] or not one[0].loose], [leaf for leaf in empty if not leaf.loose]
+    left = left_over(stray, empty, layers, sides)
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in left.stray]
     problems += [missing(leaf, sources, taken, sides) for leaf in left.empty]
     help_first = left.why + remedy([leaf for leaf, f in left.stray if not f], left.empty, sides, flax_layers)
@@ -314,7 +315,7 @@ class LeftOver:
     Attributes:
         stray: of the source, each with the leaves of the target that its name fits, if there are several.
         empty: of the target.
-        why: what is known of torch's, which are no longer among the others; one sentence each.
+        why: what is known of some; those of torch's are no longer among the others. One sentence each.
     """
 
     stray: list[tuple[Leaf, list[Leaf] | None]]
@@ -322,13 +323,26 @@ class LeftOver:
     why: list[str]
 
 
-def left_over(stray: list[tuple[Leaf, list[Leaf] | None]], empty: list[Leaf], sides: Sides) -> LeftOver:
+def left_over(stray: list[tuple[Leaf, list[Leaf] | None]], empty: list[Leaf], layers: Layers, sides: Sides) -> LeftOver:
     """Leaves without counterpart, those of torch's for which a reason is known set apart."""
     if sides[0] == sides[1]:
         return LeftOver(stray, empty, [])
     filled = sides[1] == "torch"
-    why, known = explained(empty if filled else [leaf for leaf, _ in stray], filled=filled)
+    torch_leaves, flax_leaves = (empty, [leaf for leaf, _ in stray]) if filled else ([leaf for leaf, _ in stray], empty)
+    why, known = explained(torch_leaves, filled=filled)
+    why += not_saved(flax_leaves, layers[sides.index("torch")])
     return LeftOver([one for one in stray if one[0].path not in known], [leaf for leaf in empty if leaf.path not in known], why)
+
+
+def not_saved(leaves: list[Leaf], torch_layers: list[Layer]) -> list[str]:
+    """The buffers that torch has for leaves of Flax, and keeps out of its state_dict."""
+    unsaved = {join(one.path, name) for one in torch_layers for name in one.settings("buffers that are not saved") or ()}
+    return [
+        f"{leaf.path}: torch has a buffer of that name that is not persistent, so that it never travels; register it with "
+        f"persistent=True, or pass ignore={leaf.path!r} if Flax computes it itself"
+        for leaf in leaves
+        if join(leaf.owner, leaf.name) in unsaved
+    ]
 
 
 def left_alone(leaf: Leaf) -> str:
