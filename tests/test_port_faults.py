@@ -514,10 +514,10 @@ def test_A16_a_causal_mask_over_a_cache_of_keys():
 
 
 class TorchEncoder(nn.Module):
-    def __init__(self, valid_only: bool):
+    def __init__(self, valid_only: bool, nested: bool = True):
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 6, dropout=0.0, batch_first=True)
-        self.core, self.valid_only = nn.TransformerEncoder(layer, 1), valid_only
+        self.core, self.valid_only = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested), valid_only
 
     def forward(self, x, hidden):
         y = self.core(x, src_key_padding_mask=hidden)
@@ -550,10 +550,16 @@ def test_A18_a_fused_encoder_that_writes_zeros_where_the_padding_is():
     x, hidden = normal(N, LENGTH, WIDTH), np.array([[False, False, True], [False, True, True]])
     levels = ("weights", "identical")
     accepted(*filled(TorchEncoder(True), FlaxEncoder(True)), x, hidden, levels=levels)
+    # With the padding in its outputs it is not proved: torch's noise cannot be measured inside a nested tensor.
     torch_model, flax_model = filled(TorchEncoder(False), FlaxEncoder(False))
     report = parity.compare(torch_model, flax_model, x, hidden, levels=levels)
-    assert [result.status for result in report.levels] == ["passed", "failed"]
-    assert "expected (torch) 0.0" in str(report)
+    assert [result.status for result in report.levels] == ["passed", "not run"]
+    assert "NestedTensorImpl" in str(report)
+    assert not report.passed
+    with torch.no_grad():
+        assert not torch_model(torch.from_numpy(x), torch.from_numpy(hidden))[hidden].any()
+    # Without nested tensors the padding is computed like all else.
+    accepted(*filled(TorchEncoder(False, nested=False), FlaxEncoder(False)), x, hidden, levels=levels)
 
 
 def test_A20_softmax_in_another_precision():
