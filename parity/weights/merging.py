@@ -1,244 +1,21 @@
-"""Torch weights that their layer computes from other arrays, and the one array that may travel in their place.
+"""The one array that travels in the place of several that torch computes it from, if the caller asks for it.
 
-`weight_norm`, `spectral_norm` and LoRA keep several arrays for one weight, and a recurrent layer two
-biases for one. Where Flax keeps the same ones they travel as they are. Otherwise the weight that torch
-computes from them, the effective one, travels only if the caller asks for it: there is no way back.
+The weight that torch computes, the effective one, tells nothing of the arrays that it came from: there is no way back.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from parity.errors import InputError, listed
+from parity.weights.computed import MERGES, Computed, computed
 from parity.weights.files import Tree
-from parity.weights.layouts import Shape
 from parity.weights.leaf import Layer, Leaf
-from parity.weights.paths import join, split
-
-MERGES = ("weight_norm", "spectral_norm", "lora", "recurrent biases")
-
-# The torch function that makes a layer keep a norm and a direction; the ledger knows the norm by it.
-WEIGHT_NORM = "torch.nn.utils.parametrizations.weight_norm"
-
-REMOVE_PARAMETRIZATIONS = "call torch.nn.utils.parametrize.remove_parametrizations on that layer"
-REMOVE = REMOVE_PARAMETRIZATIONS + " (in its older form torch.nn.utils.remove_{kind}) first"
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A weight that torch computes from other arrays.
-
-    Attributes:
-        kind: one of `MERGES`.
-        owner: dotted path of the layer.
-        name: the weight's name in it.
-        pieces: the arrays by what they are, such as `g` and `v`.
-    """
-
-    kind: str
-    owner: str
-    name: str
-    pieces: Mapping[str, Leaf]
-
-    @property
-    def path(self) -> str:
-        """The weight's own path."""
-        return join(self.owner, self.name)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Of its pieces."""
-        return tuple(leaf.path for leaf in self.pieces.values())
-
-
-# ---------------------------------------------------------------- which they are
-
-
-def computed(leaves: Iterable[Leaf]) -> list[Computed]:
-    """The weights that are kept as several arrays, by the names of those."""
-    known = {leaf.path: leaf for leaf in leaves}
-    return [found for path in known for find in FIND if (found := find(path, known))]
-
-
-def normed(path: str, known: Mapping[str, Leaf]) -> Computed | None:
-    """A weight kept as its norm and its direction, by the path of the norm."""
-    owner, name, last = parametrized(path)
-    if last == "original0":
-        other = path.removesuffix("0") + "1"
-    elif path.endswith("_g"):
-        (owner, name), other = split(path.removesuffix("_g")), path.removesuffix("_g") + "_v"
-    else:
-        return None
-    if other not in known or not norm_of(known[path].shape, known[other].shape) or join(owner, name) in known:
-        return None
-    return Computed("weight_norm", owner, name, {"g": known[path], "v": known[other]})
-
-
-def norm_of(norm: Shape, weight: Shape) -> bool:
-    """Whether an array may hold the norms of another along some of its axes."""
-    return norm == () or (len(norm) == len(weight) and all(n in (1, w) for n, w in zip(norm, weight, strict=True)))
-
-
-def spectral(path: str, known: Mapping[str, Leaf]) -> Computed | None:
-    """A weight divided by its largest singular value, by the path of what is divided."""
-    owner, name, last = parametrized(path)
-    if last == "original":
-        inner = path.removesuffix("original")
-        left = next((p for p in known if re.fullmatch(re.escape(inner) + r"\d+\._u", p)), "")
-        right = left.removesuffix("_u") + "_v"
-    elif path.endswith("_orig"):
-        whole = path.removesuffix("_orig")
-        (owner, name), left, right = split(whole), f"{whole}_u", f"{whole}_v"
-    else:
-        return None
-    if left not in known or right not in known:
-        return None
-    return Computed("spectral_norm", owner, name, {"weight": known[path], "u": known[left], "v": known[right]})
-
-
-def lora(path: str, known: Mapping[str, Leaf]) -> Computed | None:
-    """A weight to which a product of two small matrices is added, by the path of the large one."""
-    owner, tail = path.removesuffix("base_layer.weight").rstrip("."), join("base_layer", "weight")
-    if not path.endswith(tail):
-        return None
-    pieces = {"weight": known[path]}
-    for name, leaf in known.items():
-        match = re.fullmatch(re.escape(join(owner, "lora_")) + r"(A|B)\.(\w+)\.weight", name)
-        if match:
-            pieces[f"{match[1]} {match[2]}"] = leaf
-    return Computed("lora", owner, "weight", pieces) if len(pieces) > 1 else None
-
-
-RECURRENT_BIAS = re.compile(r"bias_hh(?:_l\d+(?:_reverse)?)?$")
-
-
-def second_bias(path: str, known: Mapping[str, Leaf]) -> Computed | None:
-    """The two biases of a recurrent layer, by the path of the second."""
-    leaf = known[path]
-    if not RECURRENT_BIAS.match(leaf.name):
-        return None
-    first, kernel = (path.replace("bias_hh", name) for name in ("bias_ih", "weight_hh"))
-    if first not in known or kernel not in known:
-        return None
-    pieces = {"ih": known[first], "hh": leaf, "kernel": known[kernel]}
-    return Computed("recurrent biases", leaf.owner, known[first].name, pieces)
-
-
-FIND = (normed, spectral, lora, second_bias)
-
-
-def parametrized(path: str) -> tuple[str, str, str]:
-    """The layer, the weight and the piece of it that a path of torch.nn.utils.parametrize names; empty if it is none."""
-    match = re.fullmatch(r"(?:(.*)\.)?parametrizations\.(\w+)\.(original[01]?)", path)
-    return (match[1] or "", match[2], match[3]) if match else ("", "", "")
-
-
-# ---------------------------------------------------------------- what is said of those that do not travel
-
-
-def explained(leaves: list[Leaf], *, filled: bool) -> tuple[list[str], set[str]]:
-    """Why torch's leaves without counterpart have none, where it is known: sentences, and the leaves that they are about.
-
-    Args:
-        leaves: without counterpart.
-        filled: whether torch is the target.
-    """
-    sentences, about = [], set[str]()
-    for one in computed(leaves):
-        if one.kind != "recurrent biases":
-            sentences.append(unpaired(one, filled=filled))
-            about |= set(one.paths)
-    for owner, (maker, names) in quantised(leaves).items():
-        sentences.append(
-            f"{', '.join(join(owner, name) for name in names)}: the weight was quantised by {maker} and is not there as "
-            "numbers; let that library dequantise the model, save it in a floating point dtype, and transfer that"
-        )
-    other = [leaf.path for leaf in leaves if ".parametrizations." in f".{leaf.path}" and leaf.path not in about]
-    if other:
-        sentences.append(f"{other[0]} is what a parametrization computes a parameter from; {REMOVE_PARAMETRIZATIONS} first")
-    loose = [leaf.path for leaf in leaves if "lora_" in leaf.path and leaf.path not in about]
-    if loose:
-        sentences.append(
-            f"{loose[0]} is part of a LoRA adapter, without which the weight below is another; give the model with the adapter "
-            'in it and merge="lora", or let peft merge it (merge_and_unload) first'
-        )
-    return sentences, about
-
-
-def unpaired(one: Computed, *, filled: bool) -> str:
-    """Why the pieces of a weight have no counterpart, and what to do."""
-    start = f"torch computes {one.path} from {' and '.join(one.paths)} ({one.kind})"
-    remove = "let peft merge the adapter (merge_and_unload) first" if one.kind == "lora" else REMOVE.format(kind=one.kind)
-    if filled:
-        return f"{start}, which cannot be told from one array of Flax's; {remove}"
-    reason = {
-        "weight_norm": "neither alone is the weight; wrap the Flax layer in nnx.WeightNorm(..., epsilon=0.0), ",
-        "spectral_norm": "and nnx.SpectralNorm has no place for them: it iterates once more, in evaluation too, and keeps "
-        "the divided weight; ",
-        "lora": "the large one alone would be another function; ",
-    }[one.kind]
-    return f'{start}: {reason}pass merge="{one.kind}" to send the computed weight, or {remove}'
-
-
-QUANTISED = (
-    ("bitsandbytes", re.compile(r"(?:(.*)\.)?(weight\.(?:absmax|quant_map|nested_absmax|quant_state\.\w+)|SCB|weight_format)")),
-    ("GPTQ or AWQ", re.compile(r"(?:(.*)\.)?(qweight|qzeros|scales|g_idx)")),
-    ("compressed-tensors", re.compile(r"(?:(.*)\.)?(weight_packed|weight_scale|weight_zero_point|weight_shape)")),
-    ("torch", re.compile(r"(?:(.*)\.)?(_packed_params\..*)")),
-)
-
-
-def quantised(leaves: Iterable[Leaf]) -> dict[str, tuple[str, list[str]]]:
-    """The layers whose weight is kept in a few bits: who made it so, and its arrays."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for leaf in leaves:
-        for maker, pattern in QUANTISED:
-            match = pattern.fullmatch(leaf.path)
-            if match:
-                found.setdefault(match[1] or "", (maker, []))[1].append(match[2])
-    # One name alone may be anybody's.
-    return {
-        owner: (maker, names)
-        for owner, (maker, names) in found.items()
-        if len(names) > 1 or names[0][0] in "S_" or "." in names[0]
-    }
-
-
-# ---------------------------------------------------------------- where Flax keeps the same pieces
-
-
-def as_wrapped(leaves: list[Leaf], layers: list[Layer], asked: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Layer]]:
-    """Norms and directions under the names by which the ledger knows them, where Flax asks for the norm.
-
-    The direction is the layer's weight, the norm an array of the function that made the layer keep both.
-
-    Args:
-        leaves: of torch.
-        layers: of torch.
-        asked: whether Flax has a place for a leaf.
-
-    Returns:
-        All leaves, and what `weight_norm` does to a layer as a layer of its own that stands where that one does.
-    """
-    kinds = {layer.path: layer.kinds for layer in layers}
-    changed, norms = dict[str, Leaf](), list[Layer]()
-    for one in computed(leaves):
-        g, v = one.pieces.get("g"), one.pieces.get("v")
-        if g is None or v is None:
-            continue
-        norm = replace(g, owner=one.owner, name=f"{one.name}_g", kinds=(WEIGHT_NORM,))
-        if asked(norm):
-            changed |= {g.path: norm, v.path: replace(v, owner=one.owner, name=one.name, kinds=kinds.get(one.owner, ()))}
-            axis = next((axis for axis, size in enumerate(g.shape) if size > 1), 0 if g.shape else None)
-            settings = {"dim": axis, "kinds": kinds.get(one.owner, ())}
-            norms.append(Layer(one.owner, (WEIGHT_NORM,), settings.get, one.owner))
-    return [changed.get(leaf.path, leaf) for leaf in leaves], norms
-
-
-# ---------------------------------------------------------------- the effective weight
+from parity.weights.paths import join
 
 
 def chosen(merge: Any) -> dict[str, float | None]:
@@ -255,7 +32,9 @@ def chosen(merge: Any) -> dict[str, float | None]:
         if kind not in (*MERGES, "all") or (equals and (kind != "lora" or not scaling)):
             known = ", ".join(map(repr, (*MERGES, "all")))
             raise InputError(f"merge takes {known}, and lora=SCALING for a file, got {name!r}")
-        found |= dict.fromkeys(MERGES) if kind == "all" else {kind: float(number) if equals else None}
+        # What was named for itself counts, whatever else is named.
+        every = {**dict.fromkeys((*MERGES, "all")), **found}
+        found = every if kind == "all" else found | {kind: float(number) if equals else None}
     return found
 
 
@@ -282,13 +61,9 @@ class Merged(Tree):
         self.metadata, self.notes = getattr(room, "metadata", {}), tuple(getattr(room, "notes", ()))
         given: list[Leaf] = room.leaves(value)
         found = self.computed = [one for one in computed(given) if one.kind in kinds]
-        problems = [
-            f"merge={kind!r}: the source has no such arrays"
-            for kind in ([] if merge in ("all", ("all",), ["all"]) else kinds)
-            if kind not in {one.kind for one in found}
-        ]
-        made: dict[str, Leaf] = {}
-        gone: set[str] = set()
+        there = {one.kind for one in found} | (set(MERGES) if "all" in kinds else set())
+        problems = [f"merge={kind!r}: the source has no such arrays" for kind in kinds if kind not in {*there, "all"}]
+        made, gone = dict[str, Leaf](), set[str]()
         for one in found:
             try:
                 leaf, note = self.merged(one, kinds[one.kind])
@@ -296,9 +71,9 @@ class Merged(Tree):
                 problems.append(str(error))
                 continue
             if note:
-                first = "ih" if one.kind == "recurrent biases" else next(iter(one.pieces))
-                made[one.pieces[first].path] = leaf
-                gone |= {p.path for role, p in one.pieces.items() if role not in (first, "kernel")}
+                first, *others = leaf.merged
+                made[first] = leaf
+                gone |= set(others)
                 self.notes += (note,)
         if problems:
             raise InputError(listed("merge", problems))
@@ -321,31 +96,34 @@ class Merged(Tree):
     def merged(self, one: Computed, number: float | None) -> tuple[Leaf, str]:
         """The effective weight and what is said of it; nothing is said where nothing has to be merged."""
         first = one.pieces.get("weight") or one.pieces.get("v") or one.pieces["ih"]
-        if one.kind == "recurrent biases":
-            how = self.biases(one)
-            read = lambda: sum_of_biases(one)  # noqa: E731
-        elif hasattr(self.room, "effective"):
-            self.room.effective(self.value, one, number)
-            how = "as torch computes it"
-            read = lambda: self.room.effective(self.value, one, number)  # noqa: E731
-        else:
-            effective(one, number)
-            how = "computed in float64 and rounded once, so that torch's own float32 may differ in the last bits"
-            read = lambda: effective(one, number)  # noqa: E731
-        kinds = next((layer.kinds for layer in self.layers(None) if layer.path == one.owner), first.kinds)
+        read, how = self.reader(one, number)
+        pieces = tuple(leaf.path for role, leaf in one.pieces.items() if role != "kernel")
         leaf = replace(
             first,
             path=one.path,
             owner=one.owner,
             name=one.name,
-            kinds=kinds,
+            kinds=next((layer.kinds for layer in self.layers(None) if layer.path == one.owner), first.kinds),
             identity=("merged", *(piece.identity for piece in one.pieces.values())),
             read=read,
             share=lambda axes: read().transpose(axes),
-            merged=tuple(path for path in one.paths if not path.endswith("weight_hh")),
+            merged=pieces,
         )
-        pieces = " and ".join(one.pieces[role].path for role in one.pieces if role != "kernel")
-        return leaf, f"{one.path} is merged from {pieces} ({one.kind}), {how}; there is no way back" if how else ""
+        note = f"{one.path} is merged from {' and '.join(pieces)} ({one.kind}), {how}; there is no way back"
+        return leaf, note if how else ""
+
+    def reader(self, one: Computed, number: float | None) -> tuple[Callable[[], np.ndarray], str]:
+        """What computes an effective weight, tried once so that nothing is written if it cannot, and how it does."""
+        if one.kind == "recurrent biases":
+            return lambda: sum_of_biases(one), self.biases(one)
+        if hasattr(self.room, "effective"):
+            compute = functools.partial(self.room.effective, self.value, one, number)
+            how = "as torch computes it"
+        else:
+            compute = functools.partial(effective, one, number)
+            how = "computed in float64 and rounded once, so that torch's own float32 may differ in the last bits"
+        compute()
+        return compute, how
 
     def biases(self, one: Computed) -> str:
         """What is said of the sum of two biases.

@@ -19,19 +19,15 @@ from parity.weights.claims import (
     torch_names,
     undecided,
 )
+from parity.weights.computed import as_wrapped
 from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import PASSING, Layer, Leaf
-from parity.weights.merging import as_wrapped, explained
-from parity.weights.mirrors import NO_COUNTERPART, mirror_problems
+from parity.weights.mirrors import mirror_problems
 from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
 from parity.weights.recurrence import single_layers, unrolled
 from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
-
-# What holds parameters or layers of the user's and computes nothing itself.
-HOLDERS = tuple(
-    f"torch.nn.{name}" for name in ("Module", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
-)
+from parity.weights.unpaired import bare_wrappers, left_over, without_rule
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
@@ -148,8 +144,6 @@ def pair(
     stray = [(leaf, f) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
-    alone = [left_alone(leaf) for leaf in (*(leaf for leaf, f in stray if not f), *empty) if leaf.loose]
-    stray, empty = [one for one in stray if one[1] or not one[0].loose], [leaf for leaf in empty if not leaf.loose]
     left = left_over(stray, empty, layers, sides)
     problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in left.stray]
     problems += [missing(leaf, sources, taken, sides) for leaf in left.empty]
@@ -170,7 +164,7 @@ def pair(
         lost,
         tuple(dict.fromkeys(told.disagreeing)),
         renames,
-        tuple(apart.alone + alone + told.notes),
+        tuple(apart.alone + left.alone + told.notes),
         tuple(apart.zeros),
         tuple(apart.aside),
     )
@@ -308,51 +302,6 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
-@dataclass(frozen=True)
-class LeftOver:
-    """Leaves without counterpart.
-
-    Attributes:
-        stray: of the source, each with the leaves of the target that its name fits, if there are several.
-        empty: of the target.
-        why: what is known of some; those of torch's are no longer among the others. One sentence each.
-    """
-
-    stray: list[tuple[Leaf, list[Leaf] | None]]
-    empty: list[Leaf]
-    why: list[str]
-
-
-def left_over(stray: list[tuple[Leaf, list[Leaf] | None]], empty: list[Leaf], layers: Layers, sides: Sides) -> LeftOver:
-    """Leaves without counterpart, those of torch's for which a reason is known set apart."""
-    if sides[0] == sides[1]:
-        return LeftOver(stray, empty, [])
-    filled = sides[1] == "torch"
-    torch_leaves, flax_leaves = (empty, [leaf for leaf, _ in stray]) if filled else ([leaf for leaf, _ in stray], empty)
-    why, known = explained(torch_leaves, filled=filled)
-    why += not_saved(flax_leaves, layers[sides.index("torch")])
-    return LeftOver([one for one in stray if one[0].path not in known], [leaf for leaf in empty if leaf.path not in known], why)
-
-
-def not_saved(leaves: list[Leaf], torch_layers: list[Layer]) -> list[str]:
-    """The buffers that torch has for leaves of Flax, and keeps out of its state_dict."""
-    unsaved = {join(one.path, name) for one in torch_layers for name in one.settings("buffers that are not saved") or ()}
-    return [
-        f"{leaf.path}: torch has a buffer of that name that is not persistent, so that it never travels; register it with "
-        f"persistent=True, or pass ignore={leaf.path!r} if Flax computes it itself"
-        for leaf in leaves
-        if join(leaf.owner, leaf.name) in unsaved
-    ]
-
-
-def left_alone(leaf: Leaf) -> str:
-    """What is told of a plain array of a Flax module without counterpart."""
-    return (
-        f"{leaf.path} is an array in Flax but no nnx.Variable, and has no counterpart: it stays as it is; "
-        "make it an nnx.Param or nnx.Variable if it is to travel"
-    )
-
-
 def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: Sides) -> str:
     if found:
         names = ", ".join(other.path for other in found)
@@ -371,14 +320,6 @@ def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Side
     near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
     rule = without_rule(leaf) if sides == ("flax", "torch") else ""
     return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}{rule}"
-
-
-def without_rule(leaf: Leaf) -> str:
-    """What to do about an array of a layer of torch's own for which the ledger has no row."""
-    own = next((kind for kind in leaf.kinds if kind.startswith("torch.nn.") and kind.rpartition(".")[0] == "torch.nn"), "")
-    if not own or own in HOLDERS or rows_for(leaf.kinds):
-        return ""
-    return f"; {NO_COUNTERPART.get(own, f'{own} has no rule yet, add one by parity.add_rule')}"
 
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
@@ -470,7 +411,7 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
     told = Told([], [], [])
     if sides[0] == sides[1]:
         return told
-    other: dict[str, list[Layer]] = {}
+    other, wrapped = dict[str, list[Layer]](), set[str]()
     for layer in layers[1]:
         for path in dict.fromkeys((layer.path, layer.own_path)):
             other.setdefault(path, []).append(layer)
@@ -482,4 +423,6 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
             told.disagreeing.extend([] if row_of(mine.kinds, theirs.kinds) else mirror_problems(mine, theirs))
             told.refused.extend(refusals(mine, theirs))
             told.notes.extend(remarks(mine, theirs))
+            wrapped |= {theirs.own_path} if row_of(mine.kinds, theirs.kinds) else set()
+    told.refused.extend(bare_wrappers(layers[sides.index("flax")], wrapped))
     return told

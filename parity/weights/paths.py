@@ -46,14 +46,17 @@ WRAPPERS = {
     "_orig_mod": "torch.compile puts that there",
     "module": "torch.nn.DataParallel and DistributedDataParallel put that there",
     "_fsdp_wrapped_module": "FullyShardedDataParallel puts that there",
+    "base_model.model": "peft puts that there",
 }
 
 
 def wrapper(paths: list[str], others: list[str]) -> str | None:
     """The prefix that a wrapper gave to all of the first paths and to none of the others."""
-    first = {path.partition(".")[0] for path in paths}
-    found = next(iter(first)) if len(first) == 1 else ""
-    return found if found in WRAPPERS and not any(path.startswith(f"{found}.") for path in others) else None
+    for prefix in WRAPPERS:
+        all_of_them = bool(paths) and all(path.startswith(f"{prefix}.") for path in paths)
+        if all_of_them and not any(path.startswith(f"{prefix}.") for path in others):
+            return prefix
+    return None
 
 
 class Rename:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from parity.weights.computed import WEIGHT_NORM
 from parity.weights.layouts import (
     AS_IS,
     GENERAL,
@@ -24,7 +25,6 @@ from parity.weights.layouts import (
     flipped_kernel,
 )
 from parity.weights.leaf import Layer
-from parity.weights.merging import WEIGHT_NORM
 from parity.weights.settings import (
     Agree,
     Check,
@@ -117,7 +117,8 @@ class Rule:
     def to_dict(self) -> dict[str, object]:
         """The row for machines."""
         arrays = [
-            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when} for leaf in self.leaves
+            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when, "zero_if": leaf.zero_if}
+            for leaf in self.leaves
         ]
         alone = [{"torch": one.torch, "fate": one.fate, "because": one.because} for one in self.alone]
         settings = [str(one) for one in self.settings]

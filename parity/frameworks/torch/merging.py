@@ -12,7 +12,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from parity.errors import InputError
 from parity.frameworks.torch.leaves import from_numpy, is_model, to_numpy
-from parity.weights.merging import Computed, lora_factors, spectral_axis
+from parity.weights.computed import Computed
+from parity.weights.merging import lora_factors, spectral_axis
 
 
 def effective(value: Any, one: Computed, number: float | None) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import parity
-from parity.weights.merging import WEIGHT_NORM
+from parity.weights.computed import WEIGHT_NORM
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ from transfer_helpers import snapshot
 import parity
 from parity.evidence import ladder
 from parity.evidence.subject import Subject
-from parity.weights.merging import WEIGHT_NORM
+from parity.weights.computed import WEIGHT_NORM
 
 CONFIGURATIONS = [
     pytest.param(case, number, id=f"{case.id}-{number}") for case in CASES for number in range(case.configurations)

@@ -1,5 +1,7 @@
 """Weights that torch keeps as several arrays: one to one where Flax does too, merged on request, refused otherwise."""
 
+import json
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,15 @@ import torch
 from flax import nnx
 from helpers import random
 from rule_cases import agree, levels, randomised, rngs
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from transfer_helpers import bits, snapshot
 
 import parity
-from parity.weights.merging import computed, effective
+from parity import cli
+from parity.weights.computed import computed
+from parity.weights.merging import effective
 
 
 def old(make: Callable[..., nn.Module], layer: nn.Module, **options: Any) -> nn.Module:
@@ -210,6 +214,49 @@ def test_a_wrapper_without_scales_is_refused():
     target = FlaxNet(nnx.WeightNorm(nnx.Linear(3, 4, rngs=rngs()), use_scale=False, epsilon=0.0, rngs=rngs()))
     with pytest.raises(parity.TransferError, match=r"torch computes layer\.weight from"):
         parity.transfer(source_of("weight_norm"), target)
+
+
+@pytest.mark.parametrize("use_scale", [True, False])
+@pytest.mark.parametrize("merge", [(), "weight_norm"])
+def test_a_wrapper_around_a_layer_that_torch_does_not_normalise_is_refused(use_scale, merge):
+    source = source_of("weight_norm") if merge else Net(nn.Linear(3, 4))
+    wrapper = nnx.WeightNorm(nnx.Linear(3, 4, rngs=rngs()), use_scale=use_scale, epsilon=0.0, rngs=rngs())
+    for given in (source, source.state_dict()):
+        with pytest.raises(parity.TransferError, match=r"layer is an nnx\.WeightNorm in Flax, and the torch layer"):
+            parity.transfer(given, FlaxNet(wrapper), merge=merge)
+    if not merge:
+        with pytest.raises(parity.TransferError, match=r"layer is an nnx\.WeightNorm in Flax"):
+            parity.transfer(FlaxNet(wrapper), source)
+
+
+def test_a_merged_weight_travels_to_torch_too():
+    source, target = source_of("weight_norm"), Net(nn.Linear(3, 4))
+    parity.transfer(source, target, merge="all")
+    assert bits(target.layer.weight) == bits(weight_of(source, "weight_norm"))
+
+
+def test_a_file_is_merged_by_the_command(tmp_path: Path, monkeypatch, capsys):
+    source = source_of("weight_norm")
+    save_file(source.state_dict(), tmp_path / "pieces.safetensors")
+    arguments = [str(tmp_path / "pieces.safetensors"), str(tmp_path / "whole.safetensors"), "--merge", "weight_norm"]
+    monkeypatch.setattr(sys, "argv", ["parity", "transfer", *arguments, "--json"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    plan = {entry["target"]: entry["merged"] for entry in json.loads(capsys.readouterr().out)["plan"]}
+    assert plan["layer.weight"] == [f"layer.parametrizations.weight.original{i}" for i in (0, 1)]
+    np.testing.assert_array_max_ulp(
+        load_file(tmp_path / "whole.safetensors")["layer.weight"].numpy(), weight_of(source, "weight_norm").detach().numpy(), 4
+    )
+
+
+def test_a_model_inside_that_of_peft_says_how_to_get_at_it():
+    source, target = nn.ModuleDict({"base_model": nn.ModuleDict({"model": source_of("lora")})}), flax_linear()
+    with pytest.raises(parity.TransferError, match=r"'base_model.model': peft .* pass rename={'base_model.model': ''}"):
+        parity.transfer(source, target, merge="lora")
+    parity.transfer(source, target, merge="lora", rename={"base_model.model": ""})
+    inner = source["base_model"]["model"]
+    assert bits(target.layer.kernel[...].T) == bits(weight_of(inner, "lora").detach())
 
 
 def test_an_iteration_is_refused_also_by_the_wrapper_of_flax():
