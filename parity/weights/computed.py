@@ -204,13 +204,16 @@ def quantised(leaves: Iterable[Leaf]) -> dict[str, tuple[str, list[str]]]:
 # ---------------------------------------------------------------- where Flax keeps the same pieces
 
 
-def as_wrapped(leaves: list[Leaf], layers: list[Layer], asked: Callable[[Leaf], bool]) -> tuple[list[Leaf], list[Layer]]:
+def as_wrapped(
+    leaves: list[Leaf], found: list[Computed], layers: list[Layer], asked: Callable[[Leaf], bool]
+) -> tuple[list[Leaf], list[Layer]]:
     """Norms and directions under the names by which the ledger knows them, where Flax asks for the norm.
 
     The direction is the layer's weight, the norm an array of the function that made the layer keep both.
 
     Args:
         leaves: of torch.
+        found: the weights that are kept as norm and direction.
         layers: of torch.
         asked: whether Flax has a place for a leaf.
 
@@ -219,14 +222,11 @@ def as_wrapped(leaves: list[Leaf], layers: list[Layer], asked: Callable[[Leaf], 
     """
     kinds = {layer.path: layer.kinds for layer in layers}
     changed, norms = dict[str, Leaf](), list[Layer]()
-    for one in computed(leaves):
-        g, v = one.pieces.get("g"), one.pieces.get("v")
-        if g is None or v is None:
-            continue
+    for one in found:
+        g, v = one.pieces["g"], one.pieces["v"]
         norm = replace(g, owner=one.owner, name=f"{one.name}_g", kinds=(WEIGHT_NORM,))
         if asked(norm):
             changed |= {g.path: norm, v.path: replace(v, owner=one.owner, name=one.name, kinds=kinds.get(one.owner, ()))}
             axis = next((axis for axis, size in enumerate(g.shape) if size > 1), 0 if g.shape else None)
-            settings = {"dim": axis, "kinds": kinds.get(one.owner, ())}
-            norms.append(Layer(one.owner, (WEIGHT_NORM,), settings.get, one.owner))
+            norms.append(Layer(one.owner, (WEIGHT_NORM,), {"dim": axis}.get, one.owner))
     return [changed.get(leaf.path, leaf) for leaf in leaves], norms

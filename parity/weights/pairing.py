@@ -19,7 +19,7 @@ from parity.weights.claims import (
     torch_names,
     undecided,
 )
-from parity.weights.computed import as_wrapped
+from parity.weights.computed import as_wrapped, computed
 from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import PASSING, Layer, Leaf
@@ -180,13 +180,15 @@ def with_norms(
     sources: list[Leaf], targets: list[Leaf], layers: Layers, renames: Rename, sides: Sides
 ) -> tuple[list[Leaf], list[Leaf], Layers]:
     """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
-    if sides[0] == sides[1]:
+    first = sides[0] == "torch"
+    found = [one for one in computed(sources if first else targets) if one.kind == "weight_norm"]
+    if sides[0] == sides[1] or not found:
         return sources, targets, layers
     asked = asking(sources, targets, renames, sides)
-    if sides[0] == "torch":
-        sources, norms = as_wrapped(sources, layers[0], asked)
+    if first:
+        sources, norms = as_wrapped(sources, found, layers[0], asked)
         return sources, targets, ([*layers[0], *norms], layers[1])
-    targets, norms = as_wrapped(targets, layers[1], asked)
+    targets, norms = as_wrapped(targets, found, layers[1], asked)
     return sources, targets, (layers[0], [*layers[1], *norms])
 
 
