@@ -483,3 +483,11 @@ def test_biases_that_are_zero_need_no_merging_and_come_back():
     back = nn.LSTMCell(3, 4)
     parity.transfer(target, back)
     assert snapshot(back) == snapshot(source)
+
+
+def test_a_merged_bias_is_cut_into_gates():
+    source, target = nn.LSTMCell(3, 4), nnx.LSTMCell(3, 4, rngs=rngs())
+    parity.transfer(source, target, merge="recurrent biases")
+    merged = (source.bias_ih + source.bias_hh).detach()
+    for number, part in enumerate((target.hi, target.hf, target.hg, target.ho)):
+        assert bits(part.bias[...]) == bits(merged[4 * number : 4 * number + 4])
