@@ -32,6 +32,7 @@ from parity.weights.rules import LeafRule as LeafRule
 from parity.weights.rules import Rule as Rule
 from parity.weights.settings import Agree as Agree
 from parity.weights.settings import Check as Check
+from parity.weights.settings import Remark as Remark
 from parity.weights.settings import Require as Require
 from parity.weights.transfer import Transfer as Transfer
 from parity.weights.transfer import transfer as transfer

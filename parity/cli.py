@@ -186,6 +186,9 @@ def transfer_command(
     ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'optimizer.*'")] = None,
     cast: Annotated[str, typer.Option(help="round to a dtype such as bfloat16, or to the target's: target")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what exists")] = False,
+    merge: Annotated[
+        list[str] | None, typer.Option(help="send what torch computes from several arrays: weight_norm, lora=2.0, ..., all")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read the result back and compare it bit for bit")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
@@ -207,6 +210,7 @@ def transfer_command(
                 cast=cast or None,
                 overwrite=overwrite,
                 verify=verify,
+                merge=merge or (),
                 dry=plan,
                 progress=lambda done, total, name: bar.update(task, completed=done, total=total, description=name[-28:]),
             )

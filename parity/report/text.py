@@ -23,10 +23,11 @@ def transfer_text(transfer: "Transfer") -> str:
     for entry in transfer.plan:
         dtype = entry.dtype if entry.dtype == entry.target_dtype else f"{entry.dtype} -> {entry.target_dtype}"
         how = f"{entry.layout} by name" if entry.decided_by == "name" and entry.layout != "as is" else entry.layout
+        how = f"merged from {' and '.join(entry.merged)}, {how}" if entry.merged else how
         lines.append(f"  {entry.source:<{width}} -> {entry.target}  {how}, {entry.shape} {dtype}, {entry.bytes:,} bytes")
     lines += [f"  left out: {path}" for path in transfer.ignored]
     if transfer.random:
-        lines.append(f"  random state stays: {len(transfer.random)} arrays")
+        lines.append(f"  random state, and what runs leave behind, stays: {len(transfer.random)} arrays")
     lines += [f"  one array: {', '.join(names)}" for names in transfer.ties]
     lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
     lines += [f"  setting: {sentence}" for sentence in transfer.settings]

@@ -15,7 +15,7 @@ from parity.frameworks import load
 from parity.weights import msgpack_file, safetensors_file
 from parity.weights.claims import claimed
 from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, remove, same_bits
-from parity.weights.leaf import DTYPES, Layer, Leaf
+from parity.weights.leaf import DTYPES, PASSING, Layer, Leaf
 from parity.weights.naming import derived, side
 from parity.weights.pairing import room_of
 
@@ -123,7 +123,7 @@ class Source(Tree):
     def __init__(self, path: Path):
         self.format, self.path = located(path, source=True)
         self.contents = self.format.read(self.path)
-        self.NAME, self.notes = self.contents.side, self.contents.notes
+        self.NAME, self.notes, self.metadata = self.contents.side, self.contents.notes, self.contents.metadata
 
     def leaves(self, value: Any) -> list[Leaf]:
         """Every array, a tied one under each of its names."""
@@ -161,14 +161,15 @@ class Target(Tree):
             self.found = derived(claimed(room.leaves(source), room.layers(source)), side(room), self.NAME, rename, ignore)
         else:
             other = room_of(like, "like")
-            self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role != "random state"]
+            self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role not in PASSING]
             self.known = other.layers(like)
         if self.format.side not in (None, self.NAME):
             wanted, got = ("PyTorch", "Flax") if self.format.side == "torch" else ("Flax", "PyTorch")
             raise InputError(f"{self.path.name} is to hold {wanted}'s names, but like has {got}'s; give one with {wanted}'s")
         if not self.format.ties:
             self.found = [dataclasses.replace(leaf, identity=leaf.path) for leaf in self.found]
-        kept = source.contents.metadata if isinstance(source, Source) else {}
+        self.found = [dataclasses.replace(leaf, new=True) for leaf in self.found]
+        kept = source.metadata if isinstance(source, Tree) else {}
         # What says whose names these are is told anew.
         self.metadata = {k: v for k, v in kept.items() if k != "format"} if self.format.metadata else {}
         lost = ", ".join(sorted(set(kept) - set(self.metadata) - {"format"}))
@@ -242,7 +243,8 @@ class Target(Tree):
         Raises:
             InputError: the disk is full, or what was read back is not what was written.
         """
-        metadata = self.metadata | ({"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {})
+        kind = {"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {}
+        metadata = {**self.metadata, **kind}
         before = safetensors_file.listed_shards(self.path) if self.format is SHARDED and self.path.exists() else []
         made = self.format is SHARDED and not self.path.parent.exists()
         further: list[Path] = []

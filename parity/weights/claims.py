@@ -17,6 +17,7 @@ from parity.weights.paths import Rename, join, split
 from parity.weights.rules import TORCH_NAMES, Alone, LeafRule, Rule, Side, rows_for
 
 Sides = tuple[Any, ...]
+Layers = tuple[list[Layer], list[Layer]]
 
 
 def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
@@ -62,12 +63,14 @@ def owners(leaf: Leaf) -> list[str]:
         for count in range(1, len(numbered) + 1):
             for gone in itertools.combinations(numbered, count):
                 found.append(".".join(part for i, part in enumerate(parts) if i not in gone))
+        # Nor does anything tell a layer inside an nnx.WeightNorm.
+        found.append(".".join(part for part in parts if part != "layer_instance"))
     return list(dict.fromkeys(found))
 
 
 def other_names(leaf: Leaf, side: str) -> list[str]:
     """Further names of a leaf by the rows of its layer and of those further up: torch's for Flax, and Flax's for torch."""
-    found = []
+    found = [join(claim.owner, claim.name) for claim in leaf.claims] if side == "torch" else []
     for claim in (*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)):
         if side == "flax":
             found += [join(claim.owner, name) for name in torch_names(claim.kinds, claim.name, side)] if claim.kinds else []
@@ -151,8 +154,8 @@ def lent(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
 
 
 def views(leaf: Leaf) -> list[Claim]:
-    """A leaf as an array of its own layer, and of each layer that claims it."""
-    return [Claim(leaf.owner, leaf.name, leaf.kinds), *leaf.claims]
+    """A leaf as an array of each layer that claims it, and of its own: a layer further up knows more."""
+    return [*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)]
 
 
 def holds(entry: LeafRule, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]) -> bool:
@@ -185,26 +188,27 @@ class Apart:
     aside: list[str] = field(default_factory=list)
 
 
-def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Apart:
-    """Cut torch arrays into the blocks that Flax wants, and set aside what only torch has."""
+def set_apart(sources: list[Leaf], targets: list[Leaf], layers: Layers, renames: Rename, sides: Sides) -> Apart:
+    """Cut torch arrays into the blocks that Flax wants, and set aside what only one side has."""
     apart = Apart(sources, targets)
     if sides[0] == sides[1]:
         return apart
+    asked = asking(sources, targets, renames, sides)
     if sides[0] == "torch":
-        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
-
-        def asked(leaf: Leaf) -> bool:
-            return any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
-
         apart.sources = sorted_torch(sources, asked, apart, filled=False)
     else:
-        wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
-
-        def asked(leaf: Leaf) -> bool:
-            return any(name in wanted for name in known_names(leaf, "torch"))
-
         apart.targets = sorted_torch(targets, asked, apart, filled=True)
+    set_vacant(apart, layers[sides.index("torch")], renames, sides)
     return apart
+
+
+def asking(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Callable[[Leaf], bool]:
+    """Whether Flax has a leaf for one of torch's."""
+    if sides[0] == "torch":
+        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
+        return lambda leaf: any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
+    wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
+    return lambda leaf: any(name in wanted for name in known_names(leaf, "torch"))
 
 
 def known_names(leaf: Leaf, side: str) -> list[str]:
@@ -218,11 +222,10 @@ def known_names(leaf: Leaf, side: str) -> list[str]:
 def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> list[Leaf]:
     found: list[Leaf] = []
     for leaf in leaves:
-        rows = rows_for(leaf.kinds) if leaf.kinds else rules.RULES
-        cut = () if leaf.mark else blocks_of(leaf, rows, asked)
-        lonely = alone_in(leaf, rows)
+        cut = () if leaf.mark else blocks_of(leaf, asked)
+        lonely = alone_in(leaf)
         if cut:
-            found += [block for block in cut if not left_alone(block, rows, asked, apart, filled=filled)]
+            found += [block for block in cut if not left_alone(block, asked, apart, filled=filled)]
         elif lonely and not asked(leaf):
             set_aside(leaf, lonely, apart, filled=filled)
         else:
@@ -230,18 +233,18 @@ def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart
     return found
 
 
-def left_alone(block: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> bool:
+def left_alone(block: Leaf, asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> bool:
     """Whether a block has no counterpart by its nature; it is set aside then."""
-    lonely = alone_in(block, rows)
+    lonely = alone_in(block)
     if lonely is None or asked(block):
         return False
     set_aside(block, lonely, apart, filled=filled)
     return True
 
 
-def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
+def blocks_of(leaf: Leaf, asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
     """The blocks of a leaf, if the other side asks for any of them."""
-    ways = {names for rule in rows for whole, names in rule.blocks() if whole == leaf.name}
+    ways = {names for view in views(leaf) for rule in rows_of(view) for whole, names in rule.blocks() if whole == view.name}
     for names in ways if leaf.shape else ():
         if leaf.shape[0] % len(names) == 0:
             blocks = leaf.cut(names)
@@ -250,19 +253,67 @@ def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tu
     return ()
 
 
-def alone_in(leaf: Leaf, rows: list[Rule]) -> Alone | None:
+def alone_in(leaf: Leaf) -> Alone | None:
     """Why a leaf has no counterpart. In a tree a name says so only if it does in every row."""
-    found = [alone for rule in rows for alone in rule.alone if alone.torch == leaf.name]
-    if not leaf.kinds and any(rule.entries(leaf.name, "torch") for rule in rows):
+    found = [alone for view in views(leaf) for rule in rows_of(view) for alone in rule.alone if alone.torch == view.name]
+    if not leaf.kinds and any(rule.entries(view.name, "torch") for view in views(leaf) for rule in rows_of(view)):
         return None
     return found[0] if found else None
+
+
+def rows_of(view: Claim) -> list[Rule]:
+    """The rows of a view's layer; in a tree, where no layer is known, all of them."""
+    return rows_for(view.kinds) if view.kinds else rules.RULES
+
+
+def vacant(leaves: list[Leaf], torch_layers: list[Layer], renames: Rename, side: Side) -> list[tuple[Leaf, str]]:
+    """The Flax leaves that are all 0 because torch's layer has no such array, each with the reason.
+
+    Args:
+        leaves: of the Flax side.
+        torch_layers: of the torch side.
+        renames: from names of the source to names of the target.
+        side: which of the two the source is.
+    """
+    reasons: dict[str, str] = {}
+    for layer in torch_layers:
+        for rule in rows_for(layer.kinds):
+            for entry in rule.leaves:
+                if entry.zero_if and layer.settings(entry.zero_if[0]) == entry.zero_if[1]:
+                    name, why = join(layer.path, entry.flax), f"{rule.torch} has {entry.zero_if[0]}={entry.zero_if[1]} here"
+                    reasons[renames.apply(name)[0] if side == "torch" else name] = (
+                        f"{why}, and {rule.flax} always has the array"
+                    )
+    found = []
+    for leaf in leaves if reasons else ():
+        names = [leaf.path, *(join(owner, leaf.name) for owner in owners(leaf))]
+        names = names if side == "torch" else [renames.apply(name)[0] for name in names]
+        reason = next((reasons[name] for name in names if name in reasons), "")
+        found += [(leaf, reason)] if reason else []
+    return found
+
+
+def set_vacant(apart: Apart, torch_layers: list[Layer], renames: Rename, sides: Sides) -> None:
+    """Fill, or leave out, the Flax arrays that torch's layers do without."""
+    filled = sides[0] == "torch"
+    found = vacant(apart.targets if filled else apart.sources, torch_layers, renames, sides[0])
+    for leaf, reason in found:
+        if not filled and holds_values(leaf):
+            apart.problems.append(f"{leaf.path} has no counterpart and is not all 0: {reason}; make torch's with bias=True")
+        else:
+            apart.aside.append(leaf.path)
+            apart.zeros += [leaf] if filled else []
+            apart.alone.append(f"{leaf.path} is {'filled with zeros' if filled else 'all 0 and left out'}: {reason}")
+    gone = {leaf.path for leaf, _ in found}
+    apart.sources = apart.sources if filled else [leaf for leaf in apart.sources if leaf.path not in gone]
+    apart.targets = [leaf for leaf in apart.targets if leaf.path not in gone] if filled else apart.targets
 
 
 def set_aside(leaf: Leaf, alone: Alone, apart: Apart, *, filled: bool) -> None:
     """Tell of a leaf without counterpart, in the way that its row says."""
     if alone.fate == "refused" or (alone.fate == "zero" and not filled and holds_values(leaf)):
         apart.problems.append(f"{leaf.path} has no counterpart: {alone.because}")
-    elif alone.fate == "zero":
+    elif alone.fate == "zero" or (filled and leaf.new):
         apart.aside.append(leaf.path)
         apart.zeros += [leaf] if filled else []
         apart.alone.append(f"{leaf.path} {'is filled with zeros' if filled else 'is all 0 and left out'}: {alone.because}")

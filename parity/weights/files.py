@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -37,9 +38,13 @@ class Tree:
 
     Attributes:
         NAME: `torch` or `flax`: whose names these are.
+        metadata: text that came with them.
+        notes: what a reader of the plan must know of them; one sentence each.
     """
 
     NAME: Side
+    metadata: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
 
     def leaves(self, value: Any) -> list[Leaf]:
         """Every array."""

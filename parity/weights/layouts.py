@@ -5,6 +5,7 @@ bit whatever the dtype. What stands in a row of the ledger is a `Family`: it nam
 once the shapes on both sides are known. A permutation of axes is its own family.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -281,9 +282,61 @@ class Chain:
         return array
 
 
+@dataclass(frozen=True)
+class Squeezed:
+    """A torch array with axes of length 1 that Flax leaves out."""
+
+    name: str = "squeezed"
+
+    def between(self, torch_shape: Shape, flax_shape: Shape) -> Regrouped | None:
+        """The layout, if the other axes are the same."""
+        kept, wanted = ([size for size in shape if size != 1] for shape in (torch_shape, flax_shape))
+        axes = tuple(range(len(torch_shape)))
+        return Regrouped(self.name, torch_shape, torch_shape, axes, flax_shape) if kept == wanted else None
+
+    def wanted(self, torch_shape: Shape) -> str:
+        """The shapes on the Flax side that fit, in words."""
+        return str(tuple(size for size in torch_shape if size != 1))
+
+
+@dataclass(frozen=True)
+class General:
+    """A matrix of outputs and inputs that Flax has turned over, with several axes for either.
+
+    Attributes:
+        name: what plans and reports call it.
+        axes: the axes of the torch array in Flax's order, before any is split.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+
+    def between(self, torch_shape: Shape, flax_shape: Shape) -> Regrouped | None:
+        """The layout, if Flax's axes are torch's, each split into some."""
+        if len(torch_shape) != len(self.axes) or not splits(tuple(torch_shape[axis] for axis in self.axes), flax_shape):
+            return None
+        return Regrouped(self.name, torch_shape, torch_shape, self.axes, flax_shape)
+
+    def wanted(self, torch_shape: Shape) -> str:
+        """The shapes on the Flax side that fit, in words."""
+        if len(torch_shape) != len(self.axes):
+            return f"as many elements as {len(self.axes)} axes"
+        return f"({', '.join(str(torch_shape[axis]) for axis in self.axes)}), each in one axis or several"
+
+
+def splits(sizes: Shape, shape: Shape) -> bool:
+    """Whether a shape has each of some sizes as the product of one axis or several, in order."""
+    if not sizes:
+        return not shape
+    return any(math.prod(shape[:count]) == sizes[0] and splits(sizes[1:], shape[count:]) for count in range(1, len(shape) + 1))
+
+
 AS_IS = Layout("as is")
+NORMS = Squeezed()
 TRANSPOSED = Layout("transposed", (1, 0))
 ONE_NUMBER = OneNumber()
+GENERAL = General("transposed", (1, 0))
+SPLIT = General("split", (0,))
 HEADS_OUT = Heads("heads", 0, (2, 0, 1))
 HEADS_IN = Heads("heads", 1, (1, 2, 0))
 HEADS_BIAS = Heads("heads", 0, (0, 1))

@@ -29,7 +29,10 @@ class Shared:
     axes: tuple[int, ...]
 
 
-Role = Literal["parameter", "buffer", "random state"]
+Role = Literal["parameter", "buffer", "random state", "run state"]
+
+# What a model does not own for good: it has no counterpart elsewhere and never travels.
+PASSING = ("random state", "run state")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Leaf:
         kinds: public names of the layer's classes along its MRO; empty in a tree of arrays.
         shape: its shape.
         dtype: its dtype's name, such as `bfloat16`.
-        role: random state has no counterpart elsewhere and never travels.
+        role: random state, and what a run leaves behind, has no counterpart elsewhere and never travels.
         identity: equal for two leaves exactly if they are one array under two names.
         read: the array as NumPy, not to be written into; it may share the model's memory.
         share: the array with its axes permuted, lent where the framework can lend it, otherwise as NumPy.
@@ -103,6 +106,9 @@ class Leaf:
         from_file: whether it is read from a file.
         also: further paths under which torch may know the layer, such as `layers.0` for Linen's `layers_0`.
         by_name: whether only the layer's name tells `kinds`.
+        merged: paths of the arrays that it is computed from, if the model has no such array itself.
+        loose: whether it may stay without counterpart, because it may be a constant that the model computed.
+        new: whether it lies in a file that is still to be made, so that nothing stands in its place.
     """
 
     path: str
@@ -122,6 +128,9 @@ class Leaf:
     from_file: bool = False
     also: tuple[str, ...] = ()
     by_name: bool = False
+    merged: tuple[str, ...] = ()
+    loose: bool = False
+    new: bool = False
 
     @property
     def array_path(self) -> str:
@@ -143,7 +152,12 @@ class Leaf:
         behind = tuple(Span(range(size)) for size in self.shape[1:])
         blocks = [(Span(range(number * rows, (number + 1) * rows)), *behind) for number in range(len(names))]
         return tuple(
-            replace(self.at(spans, f"[{name}]"), name=f"{self.name}[{name}]", mark="")
+            replace(
+                self.at(spans, f"[{name}]"),
+                name=f"{self.name}[{name}]",
+                claims=tuple(replace(claim, name=f"{claim.name}[{name}]") for claim in self.claims),
+                mark="",
+            )
             for name, spans in zip(names, blocks, strict=True)
         )
 

@@ -3,11 +3,10 @@
 from typing import Any
 
 from parity.errors import InputError, listed
-from parity.weights.rules import RULES, Alone, LeafRule, Rule
-from parity.weights.settings import Agree, Check, Require
+from parity.weights.rules import RULES, Alone, LeafRule, Rule, Setting
 
 
-def add_rule(torch: Any, flax: Any, *entries: LeafRule | Alone | Agree | Require | Check, note: str = "") -> Rule:
+def add_rule(torch: Any, flax: Any, *entries: LeafRule | Alone | Setting, note: str = "") -> Rule:
     """Add a pair of leaf layers to the ledger, for both directions of travel.
 
     The row holds for subclasses of both classes too, unless they have a nearer row. A module
@@ -29,14 +28,14 @@ def add_rule(torch: Any, flax: Any, *entries: LeafRule | Alone | Agree | Require
         public_name(torch),
         public_name(flax),
         tuple(entry for entry in entries if isinstance(entry, LeafRule)),
-        tuple(entry for entry in entries if isinstance(entry, Agree | Require | Check)),
+        tuple(entry for entry in entries if isinstance(entry, Setting)),
         tuple(entry for entry in entries if isinstance(entry, Alone)),
         note,
     )
     problems = [
-        f"{entry!r} is no LeafRule, Alone, Agree, Require or Check"
+        f"{entry!r} is no LeafRule, Alone, Agree, Require, Check or Remark"
         for entry in entries
-        if not isinstance(entry, LeafRule | Alone | Agree | Require | Check)
+        if not isinstance(entry, LeafRule | Alone | Setting)
     ]
     problems += contradictions(row)
     if any(known.torch == row.torch and row.flax in (known.flax, known.linen) for known in RULES):

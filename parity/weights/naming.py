@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from parity.errors import TransferError, listed
 from parity.weights.claims import names_in
 from parity.weights.cuts import cut_as_named
@@ -36,8 +38,9 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
     sides = (from_side, to_side)
     renames = directed(Rename(rename), sides, travelling)
     done = cut_as_named(travelling, [], renames, (lambda leaf: names_in(leaf, *sides), lambda leaf: ()))
-    leaves, problems = [], done.problems
+    leaves, problems = list[Leaf](), done.problems
     for leaf in done.sources:
+        leaves += counts(leaf, renames, leaves) if sides == ("flax", "torch") else []
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
             # Of no counterpart by its nature: pairing tells of it, or refuses it.
             continue
@@ -81,6 +84,19 @@ def as_renamed(leaf: Leaf, by: Renamed, *, across: bool) -> Leaf | str:
     except MisfitError as error:
         return f"rename {by.entry}: {error}"
     return make_leaf(by.name, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
+
+
+def counts(leaf: Leaf, renames: Rename, known: list[Leaf]) -> list[Leaf]:
+    """What only torch's layer has and what torch wants to find in a file, once for each layer: all 0."""
+    kinds = leaf.kinds
+    alone = {one.torch: (rule.torch, *one.new) for rule in rows_for(kinds) for one in rule.alone if one.new}
+    found = []
+    for name, (kind, dtype, shape) in alone.items():
+        path = renames.apply(join(leaf.owner, name))[0]
+        if all(path != other.path for other in known):
+            made = make_leaf(path, shape, dtype, path, lambda shape=shape, dtype=dtype: np.zeros(shape, dtype))
+            found.append(dataclasses.replace(made, kinds=(kind,)))
+    return found
 
 
 def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | str:

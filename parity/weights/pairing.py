@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from parity.frameworks import owner_of
 from parity.weights.claims import (
+    Layers,
     Sides,
+    asking,
     claimed,
     known_names,
     names_in,
@@ -19,14 +21,18 @@ from parity.weights.claims import (
     undecided,
     unmarked,
 )
+from parity.weights.computed import as_wrapped, computed
 from parity.weights.cuts import cut_as_named, stack_hints
 from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
-from parity.weights.leaf import Layer, Leaf
+from parity.weights.leaf import PASSING, Layer, Leaf
+from parity.weights.mirrors import mirror_problems
 from parity.weights.named_layouts import Given, MisfitError
 from parity.weights.names import Name
 from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
-from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
+from parity.weights.recurrence import single_layers, unrolled
+from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
+from parity.weights.unpaired import bare_wrappers, left_over, without_rule
 from parity.weights.wrappers import hint, unwrapped
 
 # A module of parity.frameworks, or a checkpoint in its place.
@@ -69,7 +75,7 @@ class Pairing:
         pairs: in the source's order.
         problems: leaves without counterpart, shapes that do not fit; one sentence each.
         ignored: paths left out because the caller said so.
-        random: paths of random state, which never travels.
+        random: paths of random state, and of what runs leave behind, which never travel.
         ties: groups of names that are one array in the source.
         lost_ties: names that are one array on one side and several on the other; one sentence each.
         settings: settings that do not agree; one sentence each.
@@ -124,51 +130,39 @@ def pair(
     sides: Sides = tuple("torch" if room.NAME == "torch" else "flax" for room in rooms)
     whole = unwrapped((ordered(sources), targets), (rooms[0].layers(source), rooms[1].layers(target)), Rename(rename))
     sources, targets = whole.leaves
-    layers = whole.layers[0], whole.layers[1]
+    layers: Layers = whole.layers[0], whole.layers[1]
     if sides[0] != sides[1]:
-        sources, targets = claimed(sources, layers[0]), claimed(targets, layers[1])
-    renames, used = directed(Rename(rename), sides, sources), set[str]()
+        sources, targets = prepared(sources, layers[0], sides[0]), prepared(targets, layers[1], sides[1])
+        layers = (single_layers(layers[0]), layers[1]) if sides[0] == "torch" else (layers[0], single_layers(layers[1]))
+    renames = directed(Rename(rename), sides, sources)
     problems = unused_patterns(ignore, ignored_source + ignored_target)
+    sources, targets, layers = with_norms(sources, targets, layers, renames, sides)
     sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
     cut = cut_as_named(sources, targets, renames, sought)
-    apart = set_apart(cut.sources, cut.targets, renames, sides)
+    apart = set_apart(cut.sources, cut.targets, layers, renames, sides)
     sources, targets = apart.sources, apart.targets
-    index = indexed(targets, sides)
     flax_layers = {layer.own_path: layer for layer in layers[sides.index("flax")]} if sides[0] != sides[1] else {}
-    pairs: list[Pair] = []
-    taken: dict[str, Leaf] = {}
-    stray: list[tuple[Leaf, list[Leaf] | None]] = []
-    for leaf in sources:
-        tries = tried(leaf, renames, sides)
-        used |= {one.entry.key.text for _, one in tries if one}
-        problems += [rival for name, one in tries if one and (rival := renames.rivals(name)) and rival not in problems]
-        found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
-        if found is None or len(found) > 1:
-            stray.append((leaf, found))
-            continue
-        if found[0].path in taken:
-            problems.append(f"{leaf.path} and {taken[found[0].path].path} both lead to {found[0].path}; rename one of them")
-            continue
-        taken[found[0].path] = leaf
-        made = make_pair(leaf, found[0], sides, flax_layers, by)
-        problems += [made] if isinstance(made, str) else []
-        pairs += [made] if isinstance(made, Pair) else []
+    met = looked_up(sources, targets, renames, sides, flax_layers)
+    pairs, taken, stray, used = met.pairs, met.taken, met.stray, met.used
+    problems += met.problems
     # A further name of an array that has travelled needs no counterpart.
     travelled = {p.source.identity for p in pairs} | {p.source.part.identity for p in pairs if p.source.part}
     # Of raw and averaged weights in one, half is left over in any case.
-    stray = [(leaf, f) for leaf, f in stray if not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed]
-    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
+    told_already = bool(whole.problems)
+    stray = [(leaf, f) for leaf, f in stray if not told_already and not {leaf.path, leaf.array_path} & cut.blamed]
+    stray = [(leaf, f) for leaf, f in stray if f or leaf.identity not in travelled]
     follow_ties(pairs, targets, taken)
     empty = [
         leaf
         for leaf in targets
-        if leaf.path not in taken and not whole.problems and not {leaf.path, leaf.array_path} & cut.blamed
+        if leaf.path not in taken and not told_already and not {leaf.path, leaf.array_path} & cut.blamed
     ]
-    empty = together(empty, targets)
-    problems += [missing(leaf, sources, taken, sides) for leaf in empty]
-    strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
-    stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(empty, sides[1]), sides)
-    help_first = stacks or remedy(strays, empty, sides, flax_layers)
+    left = left_over(stray, together(empty, targets), layers, sides)
+    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in left.stray]
+    problems += [missing(leaf, sources, taken, sides) for leaf in left.empty]
+    strays = [leaf for leaf, f in left.stray if not f]
+    stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(left.empty, sides[1]), sides)
+    help_first = left.why + (stacks or remedy(strays, left.empty, sides, flax_layers))
     problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
     kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
@@ -176,7 +170,7 @@ def pair(
     problems = (
         cut.problems
         + whole.problems
-        + hints(sources, targets, problems, sides)
+        + (hint(sources, targets, sides) if problems else [])
         + told.refused
         + apart.problems
         + help_first
@@ -191,13 +185,55 @@ def pair(
         tuple(random_source + random_target),
         kept,
         lost,
-        tuple(told.disagreeing),
+        tuple(dict.fromkeys(told.disagreeing)),
         renames.shortened(whole.shorter),
-        tuple(whole.alone + apart.alone + told.notes),
+        tuple(whole.alone + apart.alone + left.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
         tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))),
     )
+
+
+@dataclass
+class Met:
+    """What became of the source's leaves, each looked up in the target by its names.
+
+    Attributes:
+        pairs: those that fit.
+        problems: why others do not; one sentence each.
+        taken: the source's leaf for each path of the target.
+        stray: leaves that lead nowhere, or to several.
+        used: keys of rename that were of use.
+    """
+
+    pairs: list[Pair] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    taken: dict[str, Leaf] = field(default_factory=dict)
+    stray: list[tuple[Leaf, list[Leaf] | None]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+
+def looked_up(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides, flax_layers: Mapping[str, Layer]) -> Met:
+    """Look every leaf of the source up in the target."""
+    index, met = indexed(targets, sides), Met()
+    for leaf in sources:
+        tries = tried(leaf, renames, sides)
+        met.used |= {one.entry.key.text for _, one in tries if one}
+        rivals = (renames.rivals(name) for name, one in tries if one)
+        met.problems += [rival for rival in dict.fromkeys(rivals) if rival and rival not in met.problems]
+        found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
+        if found is None or len(found) > 1:
+            met.stray.append((leaf, found))
+            continue
+        path = found[0].path
+        if path in met.taken:
+            met.problems.append(f"{leaf.path} and {met.taken[path].path} both lead to {path}; rename one of them")
+            continue
+        met.taken[path] = leaf
+        made = make_pair(leaf, found[0], sides, flax_layers, by)
+        met.problems += [made] if isinstance(made, str) else []
+        met.pairs += [made] if isinstance(made, Pair) else []
+    return met
 
 
 def ordered(leaves: list[Leaf]) -> list[Leaf]:
@@ -245,14 +281,36 @@ def unfitting(unused: list[Name], sources: list[Leaf], sides: Sides) -> list[str
     return [f"rename key {key.text!r} fits no name of the source{suggestion(nearest(key.path, whole), whole)}" for key in lost]
 
 
+def prepared(leaves: list[Leaf], layers: list[Layer], side: str) -> list[Leaf]:
+    """The leaves of one side with the layers by whose rows they may be known to the other."""
+    found = claimed(leaves, layers)
+    return unrolled(found) if side == "torch" else found
+
+
+def with_norms(
+    sources: list[Leaf], targets: list[Leaf], layers: Layers, renames: Rename, sides: Sides
+) -> tuple[list[Leaf], list[Leaf], Layers]:
+    """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
+    first = sides[0] == "torch"
+    found = [one for one in computed(sources if first else targets) if one.kind == "weight_norm"]
+    if sides[0] == sides[1] or not found:
+        return sources, targets, layers
+    asked = asking(sources, targets, renames, sides)
+    if first:
+        sources, norms = as_wrapped(sources, found, layers[0], asked)
+        return sources, targets, ([*layers[0], *norms], layers[1])
+    targets, norms = as_wrapped(targets, found, layers[1], asked)
+    return sources, targets, (layers[0], [*layers[1], *norms])
+
+
 def room_of(value: Any, role: str) -> Room:
     """What knows the leaves of a model or tree: a framework's room, or the opened checkpoint itself."""
     return value if isinstance(value, Tree) else owner_of(value, role)
 
 
 def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
-    """The leaves that travel, and the paths of random state and of what the caller ignores."""
-    random = [leaf.path for leaf in leaves if leaf.role == "random state"]
+    """The leaves that travel, and the paths of random state (and what runs leave behind) and of what the caller ignores."""
+    random = [leaf.path for leaf in leaves if leaf.role in PASSING]
     ignored = [leaf.path for leaf in leaves if any(fnmatch.fnmatchcase(leaf.path, pattern) for pattern in ignore)]
     gone = set(random) | set(ignored)
     return [leaf for leaf in leaves if leaf.path not in gone], random, ignored
@@ -360,10 +418,9 @@ def family_of(
 ) -> tuple[Family, Literal["rule", "name"]] | str:
     """How an array is laid out by the ledger or by its names, and which of them says so; or why that is not certain."""
     entry = reading(torch_leaf, flax_leaf, flax_layers)
-    if not entry:
-        stranger = strangers(torch_leaf, flax_leaf)
-        if stranger:
-            return stranger
+    stranger = "" if entry and rows_for(torch_leaf.kinds) else strangers(torch_leaf, flax_leaf)
+    if stranger:
+        return stranger
     if entry and entry.when and (open_ := undecided(torch_leaf, flax_leaf, flax_layers)):
         return open_
     family = entry.layout if entry else AS_IS
@@ -419,6 +476,8 @@ def misfit(family: Given, before: Leaf, behind: Leaf) -> str:
 def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
     """Why two leaves of one name are no pair: their layers have rows in the ledger, but none together."""
     mine, theirs = rows_for(torch_leaf.kinds), rows_for(flax_leaf.kinds)
+    if theirs and (rule := without_rule(torch_leaf)):
+        return f"{torch_leaf.path} and {flax_leaf.path} of a {theirs[0].flax} are no pair{rule}"
     if not mine or not theirs or row_of(torch_leaf.kinds, flax_leaf.kinds):
         return ""
     wanted = " or ".join(dict.fromkeys(rule.flax for rule in mine))
@@ -445,14 +504,16 @@ def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Lea
     known = {other.path: other.path for other in targets}
     known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     near = nearest(looked_for, known)
-    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
+    rule = without_rule(leaf) if sides == ("torch", "flax") else ""
+    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}{rule}"
 
 
 def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> str:
     used = {source.path for source in taken.values()}
     known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
-    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
+    rule = without_rule(leaf) if sides == ("flax", "torch") else ""
+    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}{rule}"
 
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
@@ -484,21 +545,6 @@ def in_words(sentence: str, names: tuple[str, str]) -> str:
 
 def suggestion(near: list[str], known: dict[str, str]) -> str:
     return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
-
-
-def hints(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:
-    """What to do about names that differ because one of the models is wrapped, or computes its parameters."""
-    if not problems:
-        return []
-    found = hint(sources, targets, sides)
-    for role, leaves in (("source", sources), ("target", targets)):
-        computed = [leaf.path for leaf in leaves if ".parametrizations." in f".{leaf.path}"]
-        if computed:
-            found.append(
-                f"{computed[0]} of the {role} is what a parametrization computes a parameter from; call "
-                "torch.nn.utils.parametrize.remove_parametrizations on that layer first"
-            )
-    return found
 
 
 def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
@@ -576,23 +622,28 @@ class Told:
     notes: list[str]
 
 
-def settings(layers: tuple[list[Layer], list[Layer]], renames: Rename, sides: Sides) -> Told:
+def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
     """Disagreements of all layers that both sides have under one path."""
     told = Told([], [], [])
     if sides[0] == sides[1]:
         return told
+    other, wrapped = dict[str, list[Layer]](), set[str]()
     # A layer that only its name tells has no settings.
     mine_known, theirs_known = ([layer for layer in one if not layer.by_name] for one in layers)
-    other = {path: layer for layer in theirs_known for path in layer.also}
-    other |= {layer.own_path: layer for layer in theirs_known} | {layer.path: layer for layer in theirs_known}
+    exact = {path for layer in theirs_known for path in (layer.path, layer.own_path)}
+    for layer in theirs_known:
+        further = [path for path in layer.also if path not in exact]
+        for path in dict.fromkeys((layer.path, layer.own_path, *further)):
+            other.setdefault(path, []).append(layer)
     for layer in mine_known:
         paths = (layer.path, layer.own_path, *layer.also)
         names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also]
-        twin = next((other[name] for name in names if name in other), None)
-        if twin:
+        for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             told.disagreeing.extend(disagreements(mine, theirs))
+            told.disagreeing.extend([] if row_of(mine.kinds, theirs.kinds) else mirror_problems(mine, theirs))
             told.refused.extend(refusals(mine, theirs))
-            row = row_of(mine.kinds, theirs.kinds)
-            told.notes.extend([f"{mine.path or 'the model'}: {row.note}"] if row and row.note else [])
+            told.notes.extend(remarks(mine, theirs))
+            wrapped |= {theirs.own_path} if row_of(mine.kinds, theirs.kinds) else set()
+    told.refused.extend(bare_wrappers(layers[sides.index("flax")], wrapped))
     return told

@@ -8,14 +8,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from parity.weights.computed import WEIGHT_NORM
 from parity.weights.layouts import (
     AS_IS,
+    GENERAL,
     HEADS_BIAS,
     HEADS_IN,
     HEADS_OUT,
+    NORMS,
     ONE_NUMBER,
+    SPLIT,
     TRANSPOSED,
     Family,
+    Shape,
     channels_last,
     flipped_kernel,
 )
@@ -23,20 +28,29 @@ from parity.weights.leaf import Layer
 from parity.weights.settings import (
     Agree,
     Check,
+    Remark,
     Require,
     attention_dropout_agrees,
+    batches_are_shared,
     cell_agrees,
     dilations_agree,
+    directions_are_joined,
+    dropout_between_layers,
+    einsum_agrees,
+    general_axes_agree,
     momentum_agrees,
+    norm_axes_agree,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
     sequence_agrees,
     strides_agree,
+    time_axis_agrees,
     transposed_padding_agrees,
 )
 
 Side = Literal["torch", "flax"]
+Setting = Agree | Require | Check | Remark
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,15 @@ class LeafRule:
         flax: likewise, without blocks.
         layout: from torch's layout to Flax's.
         when: a setting of the Flax layer and its value, if the entry holds only then.
+        zero_if: a setting of the torch layer and the value with which it has no such array, where Flax's
+            layer has one in any case: that is all 0 then.
     """
 
     torch: str
     flax: str
     layout: Family = AS_IS
     when: tuple[str, object] | None = None
+    zero_if: tuple[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,11 +85,13 @@ class Alone:
         fate: `kept` leaves it as it is on the way back and is only told of; `zero` may be left
             out exactly if all of it is 0, and is filled with 0 on the way back; `refused` lets
             nothing travel.
+        new: the dtype and shape with which it is written, all 0, into a file for torch that has none yet.
     """
 
     torch: str
     because: str
     fate: Literal["kept", "zero", "refused"] = "kept"
+    new: tuple[str, Shape] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,7 @@ class Rule:
     torch: str
     flax: str
     leaves: tuple[LeafRule, ...] = ()
-    settings: tuple[Agree | Require | Check, ...] = ()
+    settings: tuple[Setting, ...] = ()
     alone: tuple[Alone, ...] = ()
     note: str = ""
 
@@ -103,7 +122,8 @@ class Rule:
     def to_dict(self) -> dict[str, object]:
         """The row for machines."""
         arrays = [
-            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when} for leaf in self.leaves
+            {"torch": leaf.torch, "flax": leaf.flax, "layout": leaf.layout.name, "when": leaf.when, "zero_if": leaf.zero_if}
+            for leaf in self.leaves
         ]
         alone = [{"torch": one.torch, "fate": one.fate, "because": one.because} for one in self.alone]
         settings = [str(one) for one in self.settings]
@@ -130,6 +150,8 @@ class Rule:
                 found[whole].append(name[:-1])
         return [(whole, tuple(names)) for whole, names in found.items()]
 
+
+BATCHES = "nnx.BatchNorm counts no batches; torch uses the count only where momentum is None"
 
 SLOW_VARIANCE = Require(
     "flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"
@@ -183,10 +205,10 @@ def transposed_convolution(ndim: int) -> Rule:
     )
 
 
-def batch_norm(ndim: int) -> Rule:
+def batch_norm(torch: str) -> Rule:
     """The row of a batch normalisation; the number of spatial axes makes no difference."""
     return Rule(
-        f"torch.nn.BatchNorm{ndim}d",
+        f"torch.nn.{torch}",
         "flax.nnx.BatchNorm",
         (
             LeafRule("weight", "scale"),
@@ -204,8 +226,9 @@ def batch_norm(ndim: int) -> Rule:
             Check("momentum, 1 - momentum", momentum_agrees),
             SLOW_VARIANCE,
             Require("flax", "axis", -1, "the channels are last in Flax"),
+            *((Remark("axis_name", batches_are_shared),) if torch == "SyncBatchNorm" else ()),
         ),
-        (Alone("num_batches_tracked", "nnx.BatchNorm counts no batches; torch uses the count only where momentum is None"),),
+        (Alone("num_batches_tracked", BATCHES, new=("int64", ())),),
         "in training nnx.BatchNorm stores the biased variance, torch n / (n - 1) times it; evaluation is equal",
     )
 
@@ -249,45 +272,86 @@ def gated(torch: str, flax: str, end: str, cell: str, *, dense_bias: str = "", s
         leaves += [
             LeafRule(f"weight_ih{end}", f"{cell}dense_i.kernel", TRANSPOSED),
             LeafRule(f"weight_hh{end}", f"{cell}dense_h.kernel", TRANSPOSED),
-            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias"),
+            LeafRule(f"bias_ih{end}", f"{cell}{dense_bias}.bias", zero_if=("bias", False)),
         ]
     for side in "ih" if split else "":
         # `if` is a word of Python, so Flax calls that layer `if_`.
         names = {gate: {"if": "if_"}.get(f"{side}{gate}", f"{side}{gate}") for gate in split}
         leaves += [LeafRule(f"weight_{side}h{end}[{g}]", f"{cell}{names[g]}.kernel", TRANSPOSED) for g in split]
-    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias") for gate in split]
+    leaves += [LeafRule(f"bias_ih{end}[{gate}]", f"{cell}h{gate}.bias", zero_if=("bias", False)) for gate in split]
     return Rule(
         f"torch.nn.{torch}", f"flax.nnx.{flax}", tuple(leaves), recurrent_settings(torch, cell), (second_bias(torch, end),)
     )
 
 
-def recurrent_settings(torch: str, cell: str) -> tuple[Agree | Require | Check, ...]:
+def recurrent_settings(torch: str, cell: str) -> tuple[Setting, ...]:
     """What must agree between recurrent layers; more where a layer runs over a sequence."""
-    found: tuple[Agree | Require | Check, ...] = (
-        Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),
-    )
+    found: tuple[Setting, ...] = (Check("nonlinearity, gate_fn, activation_fn, residual", cell_agrees(torch, cell)),)
     if not cell:
         return found
-    instead = "use one nnx.RNN for each layer and direction, and transfer them by names of your own"
     return (
         *found,
         Check("batch_first, time_major; reverse=False", sequence_agrees),
-        Require("torch", "num_layers", 1, f"nnx.RNN runs one layer; {instead}", refuse=True),
-        Require("torch", "bidirectional", False, f"nnx.RNN runs one way; {instead}", refuse=True),
-        *((Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True),) if torch == "LSTM" else ()),
+        *whole_layers(torch, "nnx.RNN"),
+        Require("torch", "bidirectional", False, "nnx.RNN runs one way; put two in an nnx.Bidirectional", refuse=True),
+        Remark("dropout between layers", dropout_between_layers),
+    )
+
+
+def whole_layers(torch: str, flax: str) -> tuple[Require, ...]:
+    """What a layer of torch may not have where Flax has a single one."""
+    instead = "use one for each layer, in an nnx.List under the name of the torch layer"
+    layers = Require("torch", "num_layers", 1, f"{flax} runs one layer; {instead}", refuse=True)
+    projected = Require("torch", "proj_size", 0, "the cells of Flax project no output", refuse=True)
+    return (layers, projected) if torch == "LSTM" else (layers,)
+
+
+def both_ways(torch: str) -> Rule:
+    """The row of a layer in both directions; their arrays are those of the two `nnx.RNN` inside."""
+    return Rule(
+        f"torch.nn.{torch}",
+        "flax.nnx.Bidirectional",
+        (),
+        (
+            *whole_layers(torch, "nnx.Bidirectional"),
+            Require("torch", "bidirectional", True, "nnx.Bidirectional runs both ways; use an nnx.RNN alone", refuse=True),
+            Check("batch_first, time_major", time_axis_agrees),
+            Check("merge_fn", directions_are_joined),
+            Remark("dropout between layers", dropout_between_layers),
+        ),
     )
 
 
 def second_bias(torch: str, end: str) -> Alone:
     """Torch adds two biases where Flax has one: exact only if the second is 0, for their sum would be rounded."""
-    fold = f"with torch.no_grad(): layer.bias_ih{end}.add_(layer.bias_hh{end}); layer.bias_hh{end}.zero_()"
+    ask = 'pass merge="recurrent biases" to send the rounded sum'
     if torch.startswith("GRU"):
         why = "nnx.GRUCell has no bias inside the reset gate (b_hn), which would be lost and cannot be folded into another"
-        how = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
-        cell = "where b_hn is not 0, write a cell of your own"
-        return Alone(f"bias_hh{end}", f"{why}; {how}; {cell}; in training torch moves both biases", "zero")
-    why = f"Flax has one bias, and the rounded sum of two would be another function; fold them in torch first ({fold})"
-    return Alone(f"bias_hh{end}", f"{why}; in training torch moves both biases", "zero")
+        how = f"where that last third is 0, {ask}; where not, write a cell of your own"
+        formula = "n = tanh(W_in x + b_in + r * (W_hn h + b_hn))"
+        return Alone(f"bias_hh{end}", f"{why}; {how}: {formula}; in training torch moves both biases", "zero")
+    why = "Flax has one bias, and the rounded sum of two would be another function"
+    return Alone(f"bias_hh{end}", f"{why}; {ask}; in training torch moves both biases", "zero")
+
+
+def weight_norm() -> Rule:
+    """The row of a layer that keeps the norm of its weight apart; the direction is an array of the layer inside."""
+    return Rule(
+        WEIGHT_NORM,
+        "flax.nnx.WeightNorm",
+        (
+            LeafRule("weight_g", "scales.kernel", NORMS),
+            LeafRule("weight_g", "scales.embedding", NORMS),
+        ),
+        (
+            Check("dim, feature_axes", norm_axes_agree),
+            Require("flax", "epsilon", 0.0, "torch adds nothing to the squares that it sums"),
+            Require("flax", "use_scale", True, "torch multiplies by the norm"),
+        ),
+        (),
+        "each call of nnx.WeightNorm writes the normalised kernel over the direction (the same function, but other numbers "
+        "on the way back), and its scales are no nnx.Param: an optimizer does not train them",
+    )
 
 
 def gates_apart(torch: str, linen: str, end: str, cell: str) -> Rule:
@@ -334,6 +398,18 @@ RULES: list[Rule] = [
         (LeafRule("weight", "kernel", TRANSPOSED), LeafRule("bias", "bias")),
     ),
     Rule(
+        "torch.nn.Linear",
+        "flax.nnx.LinearGeneral",
+        (LeafRule("weight", "kernel", GENERAL), LeafRule("bias", "bias", SPLIT)),
+        (Check("axis: the last ones, batch_axis: none", general_axes_agree, refuse=True),),
+    ),
+    Rule(
+        "torch.nn.Linear",
+        "flax.nnx.Einsum",
+        (LeafRule("weight", "kernel", GENERAL), LeafRule("bias", "bias", SPLIT)),
+        (Check("einsum_str: ...inputs, inputs outputs -> ...outputs", einsum_agrees, refuse=True),),
+    ),
+    Rule(
         "torch.nn.LayerNorm",
         "flax.nnx.LayerNorm",
         (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
@@ -363,7 +439,7 @@ RULES: list[Rule] = [
     ),
     *(convolution(ndim) for ndim in (1, 2, 3)),
     *(transposed_convolution(ndim) for ndim in (1, 2, 3)),
-    *(batch_norm(ndim) for ndim in (1, 2, 3)),
+    *(batch_norm(f"{kind}BatchNorm{end}") for kind, end in (("", "1d"), ("", "2d"), ("", "3d"), ("Sync", ""))),
     *(instance_norm(ndim) for ndim in (1, 2, 3)),
     Rule(
         "torch.nn.GroupNorm",
@@ -426,6 +502,8 @@ RULES += [
     gated("RNN", "RNN", "_l0", "cell.", dense_bias="dense_i"),
     *(gates_apart(torch, cell, "", "") for torch, cell in LINEN_CELLS),
     *(gates_apart(torch, "RNN", "_l0", "cell.") for torch in ("GRU", "LSTM", "RNN")),
+    weight_norm(),
+    *(both_ways(torch) for torch in ("GRU", "LSTM", "RNN")),
 ]
 
 # What Linen calls a layer whose arrays and settings are those of NNX.
@@ -470,7 +548,7 @@ def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
 def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers that do not agree, one sentence each."""
     rule = row_of(torch_layer.kinds, flax_layer.kinds)
-    found = told(rule, torch_layer, flax_layer, refuse=False)
+    found = told(rule, torch_layer, flax_layer, "disagree")
     # A composite's dtype, if it has one, says nothing of the layers in it.
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
     holds = torch_layer.settings("parameter dtype")
@@ -481,14 +559,21 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
 
 def refusals(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers for which the other side has nothing, one sentence each."""
-    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, refuse=True)
+    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, "refuse")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 
-def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, *, refuse: bool) -> list[str]:
+def remarks(torch_layer: Layer, flax_layer: Layer) -> list[str]:
+    """What the row of a pair of layers tells of it although all agrees, one sentence each."""
+    rule = row_of(torch_layer.kinds, flax_layer.kinds)
+    found = ([rule.note] if rule and rule.note else []) + told(rule, torch_layer, flax_layer, "remark")
+    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+
+
+def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, fate: str) -> list[str]:
     return [
         sentence
         for setting in (rule.settings if rule else ())
-        if getattr(setting, "refuse", False) is refuse
+        if setting.fate == fate
         for sentence in setting.problems(torch_layer.settings, flax_layer.settings)
     ]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 # Reads a setting of one layer by its name.
 Settings = Callable[[str], Any]
@@ -22,6 +22,7 @@ class Agree:
     torch: str
     flax: str
     convert: Callable[[Any], Any] | None = None
+    fate: ClassVar[str] = "disagree"
 
     def __str__(self) -> str:
         return self.torch if self.torch == self.flax else f"{self.torch}, {self.flax}"
@@ -51,6 +52,11 @@ class Require:
     because: str
     refuse: bool = False
 
+    @property
+    def fate(self) -> str:
+        """What becomes of a problem."""
+        return "refuse" if self.refuse else "disagree"
+
     def __str__(self) -> str:
         return f"{self.side}: {self.setting}={self.equals!r}"
 
@@ -77,11 +83,37 @@ class Check:
     ask: Callable[[Settings, Settings], Iterable[str]]
     refuse: bool = False
 
+    @property
+    def fate(self) -> str:
+        """What becomes of a problem."""
+        return "refuse" if self.refuse else "disagree"
+
     def __str__(self) -> str:
         return self.about
 
     def problems(self, torch: Settings, flax: Settings) -> list[str]:
         """The disagreements, one sentence each."""
+        return list(self.ask(torch, flax))
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is only told of two layers, because no setting of Flax's could show it.
+
+    Attributes:
+        about: in words, for the table of rules.
+        ask: what is to be told of two layers, one sentence each.
+    """
+
+    about: str
+    ask: Callable[[Settings, Settings], Iterable[str]]
+    fate: ClassVar[str] = "remark"
+
+    def __str__(self) -> str:
+        return self.about
+
+    def problems(self, torch: Settings, flax: Settings) -> list[str]:
+        """The sentences."""
         return list(self.ask(torch, flax))
 
 
@@ -94,6 +126,33 @@ def equal(wanted: Any, got: Any) -> bool:
     if type(wanted) is float and isinstance(got, float):
         return math.isclose(wanted, got, rel_tol=1e-12)
     return bool(wanted == got)
+
+
+# ---------------------------------------------------------------- linear layers
+
+
+def general_axes_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether a general linear layer contracts the last axes in their order, as torch does the flattened ones."""
+    axes, batch = tuple(flax("axis")), dict(flax("batch_axis") or {})
+    wanted = tuple(range(-len(axes), 0))
+    found = [] if axes == wanted else [f"axis={axes} in Flax, torch takes the last axes in their order; set axis={wanted}"]
+    return found + ([f"batch_axis={batch} in Flax, torch has one weight for all; leave it out"] if batch else [])
+
+
+def einsum_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether an einsum contracts the last axes of its input, and gives new ones at the end, in the kernel's order."""
+    text = str(flax("einsum_str"))
+    operands, output = text.split("->")
+    given, kernel = operands.split(",")
+    new = "".join(letter for letter in kernel if letter not in given)
+    gone = kernel.removesuffix(new)
+    kept = given.removesuffix(gone)
+    if new and gone and kernel == gone + new and given == kept + gone and output == kept + new:
+        return []
+    return [
+        f"einsum_str={text!r} in Flax is no linear layer as torch has it: the kernel's axes must be the last ones of the "
+        "input, then the last ones of the output, as in '...i,io->...o'; use parity.add_rule for a class of your own"
+    ]
 
 
 # ---------------------------------------------------------------- convolutions
@@ -243,6 +302,13 @@ def momentum_agrees(torch: Settings, flax: Settings) -> list[str]:
     return [told("momentum", given, "momentum", got, round(1 - given, 12))]
 
 
+def batches_are_shared(torch: Settings, flax: Settings) -> list[str]:
+    """What must be known of statistics that torch takes over all processes."""
+    if flax("axis_name") is not None:
+        return []
+    return ["in training torch takes its statistics over all processes; set axis_name, or shard the batch under jax.jit"]
+
+
 def one_width_for_keys_and_values(torch: Settings, flax: Settings) -> list[str]:
     """Whether keys and values come in one width, as Flax wants them."""
     if torch("kdim") == torch("vdim"):
@@ -259,6 +325,25 @@ def attention_dropout_agrees(torch: Settings, flax: Settings) -> list[str]:
     if torch("dropout") and flax("broadcast_dropout"):
         found.append("broadcast_dropout=True in Flax draws one mask for the whole batch; set broadcast_dropout=False")
     return found
+
+
+def norm_axes_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether the same slices of a weight have a norm of their own: torch's `dim` is an axis of its own layout."""
+    dim, axes, layer = torch("dim"), flax("feature_axes"), flax("layer_instance")
+    got = (axes,) if isinstance(axes, int) else tuple(axes)
+    if dim is None:
+        wanted: tuple[int, ...] = ()
+    elif type(layer).__name__ == "Embed":
+        wanted = (dim - 2,)
+    else:
+        # torch has outputs and inputs first, Flax inputs and outputs last; a transposed convolution has them swapped.
+        swapped = type(layer).__name__ == "ConvTranspose" and not getattr(layer, "transpose_kernel", False)
+        wanted = ((-2, -1) if swapped else (-1, -2))[dim : dim + 1] or (dim - 2,)
+    axes_count = getattr(getattr(layer, "kernel", getattr(layer, "embedding", None)), "ndim", 0)
+    if {axis % axes_count for axis in got} == {axis % axes_count for axis in wanted}:
+        return []
+    feature_axes = wanted[0] if wanted else None
+    return [f"weight_norm with dim={dim} in torch, feature_axes={axes!r} in Flax; set feature_axes={feature_axes}"]
 
 
 # ---------------------------------------------------------------- recurrence
@@ -291,7 +376,31 @@ def cell_agrees(torch_name: str, cell: str) -> Callable[[Settings, Settings], li
 
 def sequence_agrees(torch: Settings, flax: Settings) -> list[str]:
     """Whether both run over the same axis, forwards."""
-    found = []
-    if bool(torch("batch_first")) is bool(flax("time_major")):
-        found.append(told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first")))
-    return found + (["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else [])
+    if torch("batch_first") is None:
+        # A direction inside nnx.Bidirectional, which says both itself.
+        return []
+    backwards = ["reverse=True in Flax runs backwards; set reverse=False"] if flax("reverse") else []
+    return time_axis_agrees(torch, flax) + backwards
+
+
+def time_axis_agrees(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both run over the same axis."""
+    if bool(torch("batch_first")) is not bool(flax("time_major")):
+        return []
+    return [told("batch_first", torch("batch_first"), "time_major", flax("time_major"), not torch("batch_first"))]
+
+
+def directions_are_joined(torch: Settings, flax: Settings) -> list[str]:
+    """Whether the outputs of both directions stand beside each other, as in torch."""
+    got = getattr(flax("merge_fn"), "__name__", str(flax("merge_fn")))
+    if got == "_concatenate":
+        return []
+    return [f"merge_fn={got} in Flax, torch joins both directions along the last axis; leave merge_fn out"]
+
+
+def dropout_between_layers(torch: Settings, flax: Settings) -> list[str]:
+    """What torch does in training between two layers, which no setting of one layer of Flax's could say."""
+    rate = torch("dropout") if torch("num_layers") == 1 else 0.0
+    if not rate:
+        return []
+    return [f"in training torch drops outputs of this layer (dropout={rate}); call an nnx.Dropout({rate}) behind it"]

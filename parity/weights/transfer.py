@@ -12,10 +12,11 @@ import numpy as np
 
 from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
-from parity.weights.files import read_rename, same_bits
+from parity.weights.files import Tree, count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
 from parity.weights.leaf import Leaf, gathered
-from parity.weights.pairing import Pair, Pairing, pair
+from parity.weights.merging import Merged
+from parity.weights.pairing import Pair, Pairing, pair, room_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Entry:
         bytes: in the target.
         decided_by: `rule` for a row of the ledger, `name` where no layer was known, `rename` where that gave a layout.
         shared: whether source and target now use the same memory.
+        merged: paths of the source's arrays from which it was computed, if it was.
     """
 
     source: str
@@ -43,6 +45,7 @@ class Entry:
     bytes: int
     decided_by: str
     shared: bool
+    merged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Transfer:
         value: the filled module, the new tree or `parity.Linen`, or the path of the written checkpoint; None if only planned.
         plan: one entry for each pair of leaves, in the source's order.
         ignored: paths left out because the caller said so.
-        random: paths of random state, which never travels.
+        random: paths of random state, and of what runs leave behind, which never travel.
         ties: groups of source names that are one array.
         lost_ties: ties that only one side has; one sentence each.
         settings: settings of layers that do not agree, such as an epsilon; one sentence each.
@@ -106,6 +109,7 @@ def transfer(
     overwrite: bool = False,
     verify: bool = False,
     dry: bool = False,
+    merge: str | Iterable[str] = (),
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Transfer:
     """Copy every parameter and buffer of `source` to its counterpart in `target`, bit for bit.
@@ -115,8 +119,8 @@ def transfer(
 
     Args:
         source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module`, an `nnx.State`, a `parity.Linen` or its
-            variables, or the path of a checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`, `.bin`, `.msgpack`, an
-            Orbax folder. Never changed; no code in a file is run.
+            variables, or the path of a checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`,
+            `.bin`, `.msgpack`, an Orbax folder. Never changed; no code in a file is run.
         target: likewise. A module is filled in place; a tree or a `parity.Linen` only gives names, shapes and
             dtypes, and a new one is returned in `Transfer.value`. A checkpoint is written beside its
             place and then put there; the end of its name says its kind (a name without one becomes a
@@ -138,6 +142,8 @@ def transfer(
         verify: whether the result is read back and compared bit for bit; a checkpoint before it takes
             its place.
         dry: only plan: everything is checked, nothing is written.
+        merge: what torch keeps as several arrays and sends as the one that it computes from them: "weight_norm",
+            "spectral_norm", "lora" (from a file "lora=SCALING"), "recurrent biases", or "all". There is no way back.
         progress: called with the bytes that were sent, all bytes, and the array's name.
 
     Returns:
@@ -153,6 +159,8 @@ def transfer(
     if isinstance(rename, str | os.PathLike):
         rename = read_rename(Path(rename))
     source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
+    if merge:
+        source = Merged(room_of(source, "source"), source, merge)
     if is_path(target):
         target = Target(Path(target), source, like, rename, ignore, overwrite=overwrite, verify=verify)
     elif like is not None or overwrite:
@@ -173,7 +181,7 @@ def transfer(
     value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
     if verify and not dry and not isinstance(target, Target):
         check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
-    opened = [side for side in (source, target) if isinstance(side, Source | Target)]
+    opened = [side for side in (source, target) if isinstance(side, Tree)]
     return Transfer(
         value,
         tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
@@ -345,4 +353,5 @@ def overflow(p: Pair, dtype: str) -> str:
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:
     size = int(np.prod(p.target.shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
-    return Entry(p.source.path, p.target.path, p.layout.name, p.target.shape, p.source.dtype, dtype, size, p.decided_by, shared)
+    how = p.layout.name, p.target.shape, p.source.dtype, dtype, size, p.decided_by, shared, p.source.merged
+    return Entry(p.source.path, p.target.path, *how)

@@ -17,6 +17,7 @@ WRAPPERS = {
     "online_model": "trainers put that in front of raw weights beside averaged ones",
     "ema_model": "trainers put that in front of averaged weights",
     "model_ema": "trainers put that in front of averaged weights",
+    "base_model": "peft puts that there",
     "shadow": "trainers put that in front of averaged weights",
 }
 # Names that nobody gives to a layer: left out wherever in a path they stand.

@@ -1,16 +1,20 @@
 """NNX models and states as leaves and layers, and how they are written."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.training.metrics import MetricState
 
 from parity.errors import InputError
 from parity.frameworks.jax.arrays import unreadable
 from parity.weights.leaf import Layer, Leaf, Role, Shared
+from parity.weights.mirrors import argument
 
 NAME = "flax"
 
@@ -45,7 +49,7 @@ def dtype_name(array: Any) -> str:
 def walk(
     node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()
 ) -> Iterator[Any]:
-    """Every module, container and variable below a node, each under every path that leads to it.
+    """Every module, container, variable and plain array below a node, each under every path that leads to it.
 
     Yields:
         The path, the path in torch's words, and the node itself.
@@ -53,12 +57,14 @@ def walk(
     if id(node) in inside:
         return
     yield path, torch_path, node
-    if isinstance(node, nnx.Variable):
+    if isinstance(node, nnx.Variable | jax.Array | np.ndarray):
         return
     for name, child in parts(node):
-        if isinstance(child, nnx.Pytree | nnx.Variable | Mapping | list | tuple):
+        if isinstance(child, nnx.Pytree | nnx.Variable | Mapping | list | tuple | jax.Array | np.ndarray):
             # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
             skip = isinstance(node, nnx.Sequential) and name == "layers"
+            # torch keeps norm and direction in the layer itself.
+            skip = skip or (isinstance(node, nnx.WeightNorm) and name == "layer_instance")
             yield from walk(child, (*path, name), torch_path if skip else (*torch_path, name), (*inside, id(node)))
 
 
@@ -66,10 +72,15 @@ def parts(node: Any) -> list[tuple[str, Any]]:
     if isinstance(node, nnx.List | list | tuple):
         return [(str(index), child) for index, child in enumerate(node)]
     if isinstance(node, Mapping):
-        return [(str(key), child) for key, child in node.items()]
+        return [(key_name(key), child) for key, child in node.items()]
     if isinstance(node, nnx.Pytree):
         return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")]
     return []
+
+
+def key_name(key: Any) -> str:
+    """The key of a dict as part of a path; wrappers of Flax use the path of a variable as one."""
+    return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def kinds(module: Any) -> tuple[str, ...]:
@@ -82,8 +93,10 @@ def kinds(module: Any) -> tuple[str, ...]:
 
 
 def role_of(variable: Any) -> Role:
-    if isinstance(variable, nnx.RngState):
+    if isinstance(variable, nnx.RngState) or jnp.issubdtype(getattr(variable, "dtype", np.void), jax.dtypes.prng_key):
         return "random state"
+    if isinstance(variable, nnx.Intermediate | nnx.Perturbation | MetricState):
+        return "run state"
     return "parameter" if isinstance(variable, nnx.Param) else "buffer"
 
 
@@ -104,7 +117,7 @@ def leaves(value: Any) -> list[Leaf]:
     if not is_model(value):
         return [
             make_leaf(".".join(path), ".".join(path[:-1]), path[-1], (), role_of(leaf), id(leaf), content(leaf))
-            for path, leaf in ((tuple(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(value))
+            for path, leaf in ((tuple(map(key_name, path)), leaf) for path, leaf in nnx.to_flat_state(value))
         ]
     found = []
     modules: dict[tuple[str, ...], Any] = {}
@@ -115,7 +128,17 @@ def leaves(value: Any) -> list[Leaf]:
             names = kinds(owner) if isinstance(owner, nnx.Module) else ()
             leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
             found.append(leaf)
+        elif isinstance(node, jax.Array | np.ndarray):
+            found.append(plain_leaf(path, torch_path, modules[path[:-1]], node))
     return found
+
+
+def plain_leaf(path: tuple[str, ...], torch_path: tuple[str, ...], holder: Any, array: Any) -> Leaf:
+    """An array that a module holds by itself, without an `nnx.Variable` around it."""
+    names = kinds(holder) if isinstance(holder, nnx.Module) else ()
+    identity = (id(holder), path[-1])
+    made = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(array), identity, array)
+    return replace(made, loose=True)
 
 
 def content(variable: Any) -> Any:
@@ -123,14 +146,33 @@ def content(variable: Any) -> Any:
 
 
 def layers(value: Any) -> list[Layer]:
-    """Every module under its path in torch's words, the root as ''."""
+    """Every module under its path in torch's words, the root as '', and functions of jax that modules hold."""
     if not is_model(value):
         return []
-    return [
-        Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path))
-        for path, torch_path, node in walk(value)
-        if isinstance(node, nnx.Module)
-    ]
+    found = []
+    for path, torch_path, node in walk(value):
+        if isinstance(node, nnx.Module):
+            found.append(Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path)))
+        for name, child in parts(node):
+            if function := function_kind(child):
+                # In an nnx.Sequential a function has a number as a module has.
+                places = (*torch_path, name), (*path, name)
+                found.append(Layer(".".join(places[0]), (function,), argument_reader(child), ".".join(places[1])))
+    return found
+
+
+def function_kind(value: Any) -> str:
+    """The public name of a function of jax that stands for a layer of torch, '' of anything else."""
+    function = value.func if isinstance(value, functools.partial) else value
+    if isinstance(function, type | nnx.Module) or not callable(function):
+        return ""
+    home, name = str(getattr(function, "__module__", "")), getattr(function, "__name__", "")
+    public = home.replace("jax._src.", "jax.")
+    return next((f"{room}.{name}" for room in ("jax.nn", "jax.numpy") if f"{public}.".startswith(f"{room}.")), "")
+
+
+def argument_reader(function: Any) -> Callable[[str], Any]:
+    return lambda name: argument(function, name)
 
 
 def setting_reader(module: Any) -> Callable[[str], Any]:
@@ -154,7 +196,8 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
         The filled module or the new state, and the paths whose memory is shared.
     """
     if is_model(value):
-        variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, nnx.Variable)}
+        held = (nnx.Variable, jax.Array, np.ndarray)
+        variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, held)}
     else:
         # The variables of a state are those of the module it was taken from: those stay as they are.
         copies: dict[int, Any] = {}
@@ -162,16 +205,17 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
             keys: copies.setdefault(id(leaf), leaf.copy() if isinstance(leaf, nnx.Variable) else leaf)
             for keys, leaf in nnx.to_flat_state(value)
         }
-        variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
+        variables = {".".join(map(key_name, keys)): leaf for keys, leaf in flat.items()}
     new, done = received(arrays, {path: place(content(variables[path])) for path in arrays})
     for path, variable in variables.items():
         if path in new and isinstance(variable, nnx.Variable):
             variable.set_value(new[path])
     seed_abstract(variables)
     if is_model(value):
+        set_plain(value, new)
         return value, done
     for keys, leaf in flat.items():
-        flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(str, keys)), leaf)
+        flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(key_name, keys)), leaf)
     return nnx.from_flat_state(flat), done
 
 
@@ -184,6 +228,21 @@ def received(arrays: Mapping[str, Any], places: Mapping[str, Any]) -> tuple[dict
         new |= lent
         done |= shared
     return new, done
+
+
+def set_plain(value: Any, new: Mapping[str, Any]) -> None:
+    """Put new arrays in the place of plain ones, which cannot be written into."""
+    holders: dict[tuple[str, ...], Any] = {}
+    for path, _, node in list(walk(value)):
+        holders[path] = node
+        if isinstance(node, jax.Array | np.ndarray) and ".".join(path) in new:
+            holder, name, array = holders[path[:-1]], path[-1], new[".".join(path)]
+            if isinstance(holder, list | nnx.List):
+                holder[int(name)] = array
+            elif isinstance(holder, Mapping):
+                holder[next(key for key in holder if key_name(key) == name)] = array  # type: ignore[index]
+            else:
+                setattr(holder, name, array)
 
 
 # Bytes that jax copies in one call: enough for its threads, little beside a model.
@@ -253,17 +312,28 @@ def place(target: Any) -> Any:
 
 def refusals(value: Any, dtypes: Mapping[str, str]) -> list[str]:
     """Why a module or state cannot take arrays of these dtypes, by path; one sentence each."""
-    return wide_refusals(dtypes)
+    return immutable(value, dtypes) + wide_refusals(dtypes)
 
 
 def wide_refusals(dtypes: Mapping[str, str]) -> list[str]:
+    """Why jax as it runs cannot hold arrays of these dtypes, by path; one sentence each."""
     wide = [path for path, dtype in dtypes.items() if dtype in ("float64", "int64", "uint64", "complex128")]
     if not wide or jax.config.jax_enable_x64:
         return []
     return [
         f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''} would be cut from "
         f"{dtypes[wide[0]]} to 32 bits, because jax runs without 64-bit types; "
-        'call jax.config.update("jax_enable_x64", True) first, or pass cast="target"'
+        'call jax.config.update("jax_enable_x64", True) first, or pass cast="target"',
+    ]
+
+
+def immutable(value: Any, paths: Iterable[str]) -> list[str]:
+    """Plain arrays that cannot be replaced where they stand; one sentence each."""
+    nodes = {".".join(path): node for path, _, node in walk(value)} if is_model(value) else {}
+    return [
+        f"{path} of the target stands in a tuple, which nothing can be put into; keep it in an nnx.List"
+        for path in paths
+        if isinstance(nodes.get(path.rpartition(".")[0]), tuple)
     ]
 
 

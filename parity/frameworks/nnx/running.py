@@ -11,7 +11,7 @@ from flax import nnx
 
 from parity.evidence.calls import Call, Evaluation
 from parity.frameworks.jax.running import Arguments, cast, dtypes_of_outputs, outcome, pinned, run
-from parity.frameworks.nnx.leaves import content, leaves, to_numpy, walk
+from parity.frameworks.nnx.leaves import content, key_name, leaves, to_numpy, walk
 from parity.frameworks.nnx.widening import follow_dtype, widened
 from parity.weights.leaf import Leaf
 
@@ -48,7 +48,7 @@ def problems_before_running(model: Any) -> list[str]:
 
 def contents(model: Any) -> list[tuple[Leaf, Any]]:
     nodes = [content(node) for _, _, node in walk(model) if isinstance(node, nnx.Variable)]
-    return list(zip(leaves(model), nodes, strict=True))
+    return list(zip((leaf for leaf in leaves(model) if not leaf.loose), nodes, strict=True))
 
 
 def depends_on_mode(module: Any) -> bool:
@@ -96,7 +96,7 @@ def prepare(
     graphdef, parameters, rest = nnx.split(model, nnx.Param, ...)
 
     def renewed(path: tuple[Any, ...], leaf: Any) -> Any:
-        given = None if weights is None else weights.get(".".join(map(str, path)))
+        given = None if weights is None else weights.get(".".join(map(key_name, path)))
         value = content(leaf) if given is None else given
         if isinstance(leaf, nnx.RngState):
             return leaf

@@ -15,6 +15,7 @@ from parity.frameworks.torch.leaves import owns as owns
 from parity.frameworks.torch.leaves import refusals as refusals
 from parity.frameworks.torch.leaves import to_numpy as to_numpy
 from parity.frameworks.torch.leaves import unreadable as unreadable
+from parity.frameworks.torch.merging import effective as effective
 from parity.frameworks.torch.modes import Kinks as Kinks
 from parity.frameworks.torch.modes import Shaken as Shaken
 from parity.frameworks.torch.running import backward as backward

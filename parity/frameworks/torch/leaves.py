@@ -161,7 +161,12 @@ def setting_reader(module: nn.Module) -> Callable[[str], Any]:
         if name == "parameter dtype":
             floats = [dtype_name(p) for p in module.parameters(recurse=False) if p.is_floating_point()]
             return floats[0] if floats else None
-        return getattr(module, name, None)
+        if name == "buffers that are not saved":
+            return sorted(module._non_persistent_buffers_set)
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found
 
     return read
 

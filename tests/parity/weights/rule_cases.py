@@ -1,5 +1,6 @@
 """Random configurations of the leaf layers of torch.nn and of their Flax counterparts, written out by hand."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from flax import nnx
 from helpers import random
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import parity
+from parity.weights.computed import WEIGHT_NORM
 
 torch.set_num_threads(1)
 
@@ -28,10 +31,11 @@ class Case:
     configurations: int = 3
     channels: int | None = 1
     wrap: tuple[Any, Any] = field(default_factory=lambda: (TorchLayer, FlaxLayer))
+    form: str = ""
 
     @property
     def id(self) -> str:
-        return self.rule.removeprefix("torch.nn.")
+        return "-".join(filter(None, (self.rule.removeprefix("torch.nn."), self.form)))
 
 
 class TorchLayer(nn.Module):
@@ -84,7 +88,7 @@ def evaluated(layer: nnx.Module) -> nnx.Module:
 
 def pair_of(case: Case, number: int) -> tuple[nn.Module, nnx.Module, tuple[torch.Tensor, ...]]:
     """The pair in a configuration of its own, torch's side random, and inputs."""
-    torch_layer, flax_layer, shape = case.build(picker(case.rule, number))
+    torch_layer, flax_layer, shape = case.build(picker(*filter(None, (case.rule, case.form)), number))
     source = randomised(case.wrap[0](torch_layer), case.rule, number)
     rng = random("rule input", case.rule, number)
     shapes: Any = shape if isinstance(shape[0], tuple) else (shape,)
@@ -161,10 +165,12 @@ EPSILONS = (1e-5, 1e-3, 0.5)
 IMAGE = {1: (5,), 2: (4, 3), 3: (3, 2, 2)}
 
 
-def batch_norm(ndim: int) -> Callable[[PICK], Built]:
+def batch_norm(name: str) -> Callable[[PICK], Built]:
+    ndim = int(name[-2]) if name.endswith("d") else 2
+
     def build(pick: PICK) -> Built:
         eps, momentum, affine = pick(*EPSILONS), pick(0.1, 0.01, 0.3), pick(True, False)
-        torch_layer = getattr(nn, f"BatchNorm{ndim}d")(6, eps, momentum, affine)
+        torch_layer = getattr(nn, name)(6, eps, momentum, affine)
         flax_layer = nnx.BatchNorm(
             *(6,), epsilon=eps, momentum=1 - momentum, use_bias=affine, use_scale=affine, use_fast_variance=False, rngs=rngs()
         )
@@ -200,6 +206,60 @@ def rms_norm(pick: PICK) -> Built:
 def prelu(pick: PICK) -> Built:
     count = pick(1, 4)
     return nn.PReLU(count), nnx.PReLU(0.0 if count == 1 else jnp.zeros(count)), (3, 4, 5)
+
+
+# ---------------------------------------------------------------- linear layers and their weights
+
+
+class FlaxFlat(FlaxLayer):
+    """The layer between two reshapes: torch keeps in one axis what Flax keeps in several."""
+
+    def __call__(self, x: Any) -> Any:
+        inputs = (2, 3) if self.layer.kernel.ndim > 2 and self.layer.kernel.shape[:2] == (2, 3) else (6,)
+        return self.layer(x.reshape(*x.shape[:-1], *inputs)).reshape(*x.shape[:-1], -1)
+
+
+def linear_general(pick: PICK) -> Built:
+    (inputs, axis), outputs, bias = pick((6, -1), ((2, 3), (-2, -1))), pick(8, (2, 4), (4, 1, 2)), pick(True, False)
+    flax_layer = nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=bias, rngs=rngs())
+    return nn.Linear(6, 8, bias), flax_layer, (2, 5, 6)
+
+
+def einsum(pick: PICK) -> Built:
+    text, shape = pick(("...i,ihd->...hd", (6, 2, 4)), ("bljk,jko->blo", (2, 3, 8)), ("...jk,jkhd->...hd", (2, 3, 4, 2)))
+    bias = pick(True, False)
+    new = shape[2:] if shape[:2] == (2, 3) else shape[1:]
+    return nn.Linear(6, 8, bias), nnx.Einsum(text, shape, new if bias else None, rngs=rngs()), (2, 5, 6)
+
+
+def weight_norm(pick: PICK) -> Built:
+    dim, kind = pick((0, -1), (1, -2), (None, None)), pick("Linear", "Conv", "ConvTranspose", "Square")
+    bias, size = pick(True, False), 4 if kind == "Square" else 6
+    if kind == "Conv":
+        layers = nn.Conv1d(4, 6, 3, bias=bias), nnx.Conv(4, 6, (3,), padding="VALID", use_bias=bias, rngs=rngs())
+    elif kind == "ConvTranspose":
+        swapped = pick(True, False)
+        layers = (
+            nn.ConvTranspose1d(4, 6, 3, bias=bias),
+            nnx.ConvTranspose(4, 6, (3,), padding="VALID", transpose_kernel=swapped, use_bias=bias, rngs=rngs()),
+        )
+        dim = dim if swapped or dim[0] is None else (dim[0], -3 - dim[1])
+    else:
+        layers = nn.Linear(4, size, bias), nnx.Linear(4, size, use_bias=bias, rngs=rngs())
+    flax_layer = nnx.WeightNorm(layers[1], feature_axes=dim[1], epsilon=0.0, rngs=rngs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        make = pick(parametrizations.weight_norm, nn.utils.weight_norm)
+        torch_layer = make(layers[0], dim=dim[0])
+    return torch_layer, flax_layer, (2, 4, 9) if "Conv" in kind else (2, 5, 4)
+
+
+class FlaxWeightNorm(FlaxLayer):
+    """A convolution has its channels last in Flax."""
+
+    def __call__(self, x: Any) -> Any:
+        linear = isinstance(self.layer.layer_instance, nnx.Linear)
+        return self.layer(x) if linear else jnp.moveaxis(self.layer(jnp.moveaxis(x, 1, -1)), -1, 1)
 
 
 # ---------------------------------------------------------------- attention
@@ -272,15 +332,63 @@ def recurrent(name: str, layer: bool) -> Callable[[PICK], Built]:
     return build
 
 
+class TorchStack(TorchLayer):
+    """All layers and directions at once; the states in the order in which torch stacks them."""
+
+    def forward(self, x: Any) -> Any:
+        y, state = self.layer(x)
+        return [y, *(state if isinstance(state, tuple) else (state,))]
+
+
+class FlaxStack(FlaxLayer):
+    """The layers one after the other, however they are kept."""
+
+    def __call__(self, x: Any) -> Any:
+        one = not isinstance(self.layer, nnx.List | nnx.Sequential)
+        states = []
+        for layer in [self.layer] if one else getattr(self.layer, "layers", self.layer):
+            carry, x = layer(x, return_carry=True)
+            states += carry if isinstance(layer, nnx.Bidirectional) else [carry]
+        if not isinstance(states[0], tuple):
+            return [x, jnp.stack(states)]
+        # torch has h and c, Flax c and h.
+        return [x, jnp.stack([h for _, h in states]), jnp.stack([c for c, _ in states])]
+
+
+def stack(name: str) -> Callable[[PICK], Built]:
+    """Several layers or both directions, or both, with and without biases."""
+
+    def build(pick: PICK) -> Built:
+        count, both, bias = *pick((1, True), (2, False), (2, True), (3, True)), pick(True, False)
+        time_major, kind = pick(True, False), pick(*CELLS[name])
+        options: dict[str, Any] = dict(dtype=None) if name == "RNN" else {}
+
+        def layer(width: int) -> nnx.Module:
+            runs = [nnx.RNN(kind(width, 4, **options, rngs=rngs()), time_major=time_major) for _ in "lr"]
+            return nnx.Bidirectional(*runs, time_major=time_major) if both else runs[0]
+
+        layers = [layer(3 if i == 0 else 8 if both else 4) for i in range(count)]
+        flax_layer = nnx.List(layers) if count > 1 and pick(True, False) else nnx.Sequential(*layers)
+        torch_layer = getattr(nn, name)(*(3, 4, count), bias=bias, batch_first=not time_major, bidirectional=both)
+        return torch_layer, layers[0] if count == 1 else flax_layer, (5, 2, 3) if time_major else (2, 5, 3)
+
+    return build
+
+
 CASES = [
     *(Case(f"torch.nn.Conv{n}d", conv(n)) for n in (1, 2, 3)),
     *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n)) for n in (1, 2, 3)),
-    *(Case(f"torch.nn.BatchNorm{n}d", batch_norm(n), 2) for n in (1, 2, 3)),
+    *(Case(f"torch.nn.BatchNorm{n}d", batch_norm(f"BatchNorm{n}d"), 2) for n in (1, 2, 3)),
     *(Case(f"torch.nn.InstanceNorm{n}d", instance_norm(n), 2) for n in (1, 2, 3)),
+    Case("torch.nn.SyncBatchNorm", batch_norm("SyncBatchNorm"), 2),
+    Case("torch.nn.Linear", linear_general, 6, None, (TorchLayer, FlaxFlat), "general"),
+    Case("torch.nn.Linear", einsum, 5, None, (TorchLayer, FlaxFlat), "einsum"),
+    Case(WEIGHT_NORM, weight_norm, 14, None, (TorchLayer, FlaxWeightNorm)),
     Case("torch.nn.GroupNorm", group_norm),
     Case("torch.nn.RMSNorm", rms_norm, 4, channels=None),
     Case("torch.nn.PReLU", prelu),
     *(Case(f"torch.nn.{n}Cell", recurrent(n, False), 2 + (n == "LSTM"), wrap=STATES) for n in CELLS),
     *(Case(f"torch.nn.{n}", recurrent(n, True), 2, wrap=STATES) for n in CELLS),
+    *(Case(f"torch.nn.{n}", stack(n), 4, None, (TorchStack, FlaxStack), "stack") for n in CELLS),
     Case("torch.nn.MultiheadAttention", attention, 4, wrap=(TorchAttention, FlaxAttention)),
 ]

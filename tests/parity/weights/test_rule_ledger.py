@@ -74,6 +74,22 @@ def test_a_row_serves_transfer_check_and_compare():
     assert parity.transfer(source, target).alone == ("calls is left out: nobody reads it",)
 
 
+def test_a_row_may_tell_something_and_name_what_is_zero():
+    remark = parity.Remark("power", lambda torch, flax: [f"raised to {torch('power')}"])
+    entries = (*ENTRIES[:2], parity.LeafRule("offset", "shift", zero_if=("power", 3)), *ENTRIES[3:], remark)
+    row = parity.add_rule(TorchScale, FlaxScale, *entries)
+    assert "power" in row.to_dict()["settings"]
+    assert [entry["zero_if"] for entry in row.to_dict()["arrays"]] == [None, None, ("power", 3)]
+    done = parity.transfer(TorchScale(), FlaxScale())
+    assert done.passed
+    assert done.alone == ("calls is left out: nobody reads it", "the model: raised to 2")
+    source, target = TorchScale(power=3), FlaxScale(exponent=3)
+    del source.offset
+    target.shift.set_value(jnp.ones(3))
+    assert any(sentence.startswith("shift is filled with zeros") for sentence in parity.transfer(source, target).alone)
+    assert not target.shift[...].any()
+
+
 @pytest.mark.parametrize(
     ("entries", "flax_layer", "sentence"),
     [
@@ -112,7 +128,7 @@ def test_a_row_that_does_not_bring_everything_back_is_found(monkeypatch):
     ("arguments", "sentence"),
     [
         ((nn.Linear, nnx.Linear), "there is a row for torch.nn.Linear and flax.nnx.Linear already"),
-        ((TorchScale, FlaxScale, "weight"), "'weight' is no LeafRule, Alone, Agree, Require or Check"),
+        ((TorchScale, FlaxScale, "weight"), "'weight' is no LeafRule, Alone, Agree, Require, Check or Remark"),
         ((TorchScale, FlaxScale, ENTRIES[2], ENTRIES[2]), "offset -> shift stands there twice"),
         ((TorchScale, FlaxScale, ENTRIES[2], parity.Alone("offset", "")), "offset has a counterpart and has none"),
         ((TorchScale(), FlaxScale), "a layer is named by its class or its dotted name"),

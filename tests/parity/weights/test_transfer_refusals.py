@@ -266,7 +266,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], 
         parametrized,
         flax_linear,
         {},
-        ("parametrizations.weight.original0 of the source is what a parametrization computes", "remove_parametrizations"),
+        ("torch computes weight from parametrizations.weight.original0 and parametrizations", "remove_parametrizations"),
     ),
     "separate-into-tied": (
         lambda: {"a": torch.ones(2), "b": torch.zeros(2)},
