@@ -6,6 +6,7 @@ All of it is used only where the other side asks for it, so that a model of the 
 that mirrors the names as they are is paired as it stands.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,23 +22,25 @@ Sides = tuple[Any, ...]
 
 def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
     """The leaves, each with the layers further up whose rows name it."""
-    ruled = {layer.own_path: layer for layer in layers if rows_for(layer.kinds)}
-    return [replace(leaf, claims=tuple(claims_on(leaf, ruled))) for leaf in leaves]
+    ruled = {layer.own_path: (layer, names) for layer in layers if (names := inner_names(layer.kinds))}
+    claims = [tuple(claims_on(leaf, ruled)) for leaf in leaves]
+    return [replace(leaf, claims=found) if found else leaf for leaf, found in zip(leaves, claims, strict=True)]
 
 
-def claims_on(leaf: Leaf, ruled: Mapping[str, Layer]) -> list[Claim]:
+def inner_names(kinds: tuple[str, ...]) -> set[str]:
+    """The names of arrays in layers inside a layer that its rows give."""
+    names = (name for rule in rows_for(kinds) for leaf in rule.leaves for name in (leaf.torch, leaf.flax))
+    return {name.partition("[")[0] for name in names if "." in name}
+
+
+def claims_on(leaf: Leaf, ruled: Mapping[str, tuple[Layer, set[str]]]) -> list[Claim]:
     owner, name = split(leaf.path)
     found = []
-    while owner:
+    while owner and ruled:
         owner, last = split(owner)
         name = join(last, name)
-        layer = ruled.get(owner)
-        names = (
-            {entry for rule in rows_for(layer.kinds) for leaf_ in rule.leaves for entry in (leaf_.torch, leaf_.flax)}
-            if layer
-            else ()
-        )
-        if layer and any(name == entry.partition("[")[0] for entry in names):
+        layer, names = ruled.get(owner, (None, set[str]()))
+        if layer and name in names:
             found.append(Claim(layer.path, name, layer.kinds))
     return found
 
@@ -180,18 +183,25 @@ def set_apart(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
     apart = Apart(sources, targets)
     if sides[0] == sides[1]:
         return apart
+    # Most models hold nothing that asks.
     if sides[0] == "torch":
-        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
+
+        @functools.cache
+        def known() -> set[str]:
+            return {name for leaf in targets for name in known_names(leaf, sides[1])}
 
         def asked(leaf: Leaf) -> bool:
-            return any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
+            return any(renames.apply(name)[0] in known() for name in names_in(leaf, *sides))
 
         apart.sources = sorted_torch(sources, asked, apart, filled=False)
     else:
-        wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
+
+        @functools.cache
+        def wanted() -> set[str]:
+            return {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
 
         def asked(leaf: Leaf) -> bool:
-            return any(name in wanted for name in known_names(leaf, "torch"))
+            return any(name in wanted() for name in known_names(leaf, "torch"))
 
         apart.targets = sorted_torch(targets, asked, apart, filled=True)
     return apart

@@ -1,5 +1,7 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -209,7 +211,8 @@ class Sent(Mapping[str, Any]):
         for p in pairing.pairs:
             self.pairs.setdefault(p.target.array_path, []).append(p)
         self.zeros = {leaf.path: leaf for leaf in pairing.zeros}
-        self.asked, self.notes = dict[str, int](), dict[str, str]()
+        self.asked, self.notes = set[str](), dict[str, str]()
+        self.sent = 0
 
     def __getitem__(self, path: str) -> Any:
         if path in self.zeros:
@@ -225,20 +228,25 @@ class Sent(Mapping[str, Any]):
         """Note what is in an array that is asked for the first time, and tell of its bytes."""
         if path in self.asked:
             return
-        self.asked[path] = self.bytes(path)
+        self.asked.add(path)
         for p, array in arrived:
             if p.source.from_file and (gone := count_nan(array)):
                 note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
                 self.notes[p.target.path] = note
         if self.progress:
-            self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
+            self.sent += self.bytes(path)
+            self.progress(self.sent, self.total, name)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The bytes of all arrays on arrival."""
+        return sum(map(self.bytes, self))
 
     def bytes(self, path: str) -> int:
         """The size of an array on arrival."""
         if path in self.zeros:
-            leaf = self.zeros[path]
-            return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
-        return sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs[path])
+            return bytes_of(self.zeros[path].shape, self.zeros[path].dtype)
+        return sum(bytes_of(p.target.shape, self.dtypes[p.target.path]) for p in self.pairs[path])
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self.pairs, *self.zeros])
@@ -291,11 +299,13 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS
 
 
+@functools.cache
 def kind(dtype: str) -> str:
     """`float` for any floating point dtype, `int` for any integer one, otherwise the dtype itself."""
     return next((name for name in ("float", "complex", "int") if name in dtype), dtype)
 
 
+@functools.cache
 def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
 
@@ -326,5 +336,9 @@ def overflow(p: Pair, dtype: str) -> str:
 
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:
-    size = int(np.prod(p.target.shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+    size = bytes_of(p.target.shape, dtype)
     return Entry(p.source.path, p.target.path, p.layout.name, p.target.shape, p.source.dtype, dtype, size, p.decided_by, shared)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * numpy_dtype(dtype).itemsize

@@ -1,6 +1,9 @@
 """NNX models and states as leaves and layers, and how they are written."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -10,8 +13,14 @@ from flax import nnx
 
 from parity.errors import InputError
 from parity.weights.leaf import Layer, Leaf, Role, Shared
+from parity.weights.side_by_side import THREADS, batches, side_by_side
 
 NAME = "flax"
+
+# What may hold variables, and what most attributes of a layer are instead: to ask flax whether a number is a
+# variable takes longer than all the rest of a walk.
+NODES = (nnx.Pytree, nnx.Variable, dict, list, tuple, Mapping)
+PLAIN = frozenset({type(None), bool, int, float, str, FunctionType})
 
 
 def is_model(value: Any) -> bool:
@@ -55,27 +64,36 @@ def dtype_name(array: Any) -> str:
     """The dtype's name; of a Python number that of the array that jax would make; of anything else its type's."""
     if isinstance(array, bool | int | float | complex):
         return str(jnp.result_type(array))
-    return str(getattr(array, "dtype", type(array).__name__))
+    return named(array.dtype) if hasattr(array, "dtype") else type(array).__name__
 
 
-def walk(
-    node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()
-) -> Iterator[Any]:
+@functools.lru_cache(maxsize=256)
+def named(dtype: Any) -> str:
+    return str(dtype)
+
+
+def walk(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Every module, container and variable below a node, each under every path that leads to it.
 
     Yields:
         The path, the path in torch's words, and the node itself.
     """
-    if id(node) in inside:
-        return
-    yield path, torch_path, node
-    if isinstance(node, nnx.Variable):
-        return
-    for name, child in parts(node):
-        if isinstance(child, nnx.Pytree | nnx.Variable | Mapping | list | tuple):
-            # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
-            skip = isinstance(node, nnx.Sequential) and name == "layers"
-            yield from walk(child, (*path, name), torch_path if skip else (*torch_path, name), (*inside, id(node)))
+    waiting: list[tuple[tuple[str, ...], tuple[str, ...], Any, frozenset[int]]] = [((), (), node, frozenset())]
+    while waiting:
+        path, torch_path, node, above = waiting.pop()
+        if id(node) in above:
+            continue
+        yield path, torch_path, node
+        if isinstance(node, nnx.Variable):
+            continue
+        # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
+        left_out = "layers" if isinstance(node, nnx.Sequential) else None
+        above |= {id(node)}
+        waiting += [
+            ((*path, name), torch_path if name == left_out else (*torch_path, name), child, above)
+            for name, child in reversed(parts(node))
+            if type(child) not in PLAIN and isinstance(child, NODES)
+        ]
 
 
 def parts(node: Any) -> list[tuple[str, Any]]:
@@ -90,8 +108,13 @@ def parts(node: Any) -> list[tuple[str, Any]]:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
+    return names_of(type(module))
+
+
+@functools.lru_cache(maxsize=256)
+def names_of(kind: type) -> tuple[str, ...]:
     names = []
-    for cls in type(module).__mro__:
+    for cls in kind.__mro__:
         builtin = cls.__module__.startswith("flax.nnx")
         names.append(f"flax.nnx.{cls.__name__}" if builtin else f"{cls.__module__}.{cls.__qualname__}")
     return tuple(names)
@@ -180,10 +203,14 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
         }
         variables = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
     new, done = dict[str, Any](), set[str]()
-    for batch in batches(arrays):
-        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, variables)
-        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
-        new |= lent
+    places = {path: place(content(variables[path])) for path in arrays}
+
+    def send(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        copies = copied_arrays({path: array for path, array in batch.items() if not isinstance(array, Shared)}, places)
+        return copies, *shared_arrays({path: array for path, array in batch.items() if isinstance(array, Shared)})
+
+    for copied, lent, shared in side_by_side(send, batches(arrays.items()), THREADS if same_in_threads() else 1):
+        new |= copied | lent
         done |= shared
     for path, variable in variables.items():
         if path in new and isinstance(variable, nnx.Variable):
@@ -196,42 +223,33 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     return nnx.from_flat_state(flat), done
 
 
-# Bytes that jax copies in one call: enough for its threads, little beside a model.
-BATCH = 16 << 20
+def same_in_threads() -> bool:
+    """Whether jax does in a new thread what it does here: a `with jax.enable_x64()` holds for one thread alone."""
 
+    def settings() -> Any:
+        return {name: getattr(jax.config, name, None) for name in jax.config.values}, jax.sharding.get_abstract_mesh()
 
-def batches(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arrays that are read as they are asked for, some at a time, so that those of a file are never all in memory."""
-    batch: dict[str, Any] = {}
-    size = 0
-    for path, array in arrays.items():
-        if batch and size + getattr(array, "nbytes", 0) > BATCH:
-            yield batch
-            batch, size = {}, 0
-        batch[path] = array
-        size += getattr(array, "nbytes", 0)
-    yield batch
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(settings).result() == settings()
 
 
 def seed_abstract(variables: Mapping[str, Any]) -> None:
     """Give random state without values, as `nnx.eval_shape` leaves it, keys from seed 0: no source has any."""
     for index, variable in enumerate(variables.values()):
-        state = content(variable)
-        if isinstance(variable, nnx.RngState) and isinstance(state, jax.ShapeDtypeStruct):
+        if isinstance(variable, nnx.RngState) and isinstance(state := content(variable), jax.ShapeDtypeStruct):
             # Each its own, so that no two dropout layers draw the same mask.
             key = jax.random.fold_in(jax.random.key(0), index)
             seeded = jax.random.split(key, state.shape) if state.shape else key
             variable.set_value(seeded if isinstance(variable, nnx.RngKey) else jnp.zeros(state.shape, state.dtype))
 
 
-def copied_arrays(arrays: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> dict[str, Any]:
+def copied_arrays(arrays: Mapping[str, np.ndarray], places: Mapping[str, Any]) -> dict[str, Any]:
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
-    # here. What is strided it must copy itself, and one call for all of them is the fastest.
+    # here. What is strided it must copy itself, faster than NumPy could.
     own = {
         path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
     }
-    places = {path: place(content(targets[path])) for path in own}
-    return jax.block_until_ready(jax.device_put(own, places))
+    return jax.block_until_ready(jax.device_put(own, {path: places[path] for path in own}))
 
 
 def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:
