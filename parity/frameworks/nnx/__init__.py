@@ -1,6 +1,7 @@
 """Flax NNX in the words of this package: the door of its room."""
 
 from parity.frameworks.nnx.capture import capture as capture
+from parity.frameworks.nnx.empty import empty as empty
 from parity.frameworks.nnx.leaves import NAME as NAME
 from parity.frameworks.nnx.leaves import fill as fill
 from parity.frameworks.nnx.leaves import is_array as is_array
