@@ -32,7 +32,9 @@ def main(row: str, folder: Path, repeat: int) -> dict[str, Any]:
     versions["flax"] = __import__("flax").__version__
     if row == "whole":
         # As its users load a checkpoint: the random model that it makes first is part of it.
-        found = measuring.measured(lambda: jax.block_until_ready(FlaxBertModel.from_pretrained(folder).params), max(1, repeat // 3))
+        found = measuring.measured(
+            lambda: jax.block_until_ready(FlaxBertModel.from_pretrained(folder).params), max(1, repeat // 3)
+        )
         return found | {"floor": measuring.read_floor(file, repeat), "versions": versions}
     model = FlaxBertModel(config)
     if row == "file":
@@ -55,7 +57,7 @@ def main(row: str, folder: Path, repeat: int) -> dict[str, Any]:
     params = jax.tree.leaves(convert())
     before = [float(torch.from_dlpack(leaf).flatten()[0]) for leaf in params]
     for tensor in state.values():
-        tensor += 77
+        tensor.add_(77)
     changed = sum(float(torch.from_dlpack(leaf).flatten()[0]) != old for leaf, old in zip(params, before, strict=True))
     return found | {"floor": floor, "versions": versions, "shared": changed, "leaves": len(params)}
 

@@ -229,7 +229,7 @@ def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart
 
 def blocks_of(leaf: Leaf, rows: list[Rule], asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
     """The blocks of a leaf, if the other side asks for any of them."""
-    ways = {names for rule in rows for whole, names in rule.blocks() if whole == leaf.name}
+    ways = {names for rule in rows for whole, names in rule.blocks if whole == leaf.name}
     for names in ways if leaf.shape else ():
         if leaf.shape[0] % len(names) == 0:
             blocks = leaf.cut(names)

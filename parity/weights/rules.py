@@ -4,6 +4,7 @@ One row serves both directions. A composite of mirrored names needs no row; a ne
 is one row here and one row in its test.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -115,6 +116,7 @@ class Rule:
         """The entries for an array, by its name on one side."""
         return [leaf for leaf in self.leaves if getattr(leaf, side) == name]
 
+    @functools.cached_property
     def blocks(self) -> list[tuple[str, tuple[str, ...]]]:
         """The torch arrays that the row cuts, each with the names of its blocks, once for each way of cutting."""
         found: dict[str, list[str]] = {}
