@@ -24,6 +24,7 @@ from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
 from parity.suite import environment as environment
 from parity.weights import layouts as layouts
+from parity.weights.empty import empty as empty
 from parity.weights.ledger import add_rule as add_rule
 from parity.weights.ledger import rules as rules
 from parity.weights.named_layouts import layout_names as layout_names

@@ -6,6 +6,7 @@ All of it is used only where the other side asks for it, so that a model of the 
 that mirrors the names as they are is paired as it stands.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,24 +23,31 @@ Layers = tuple[list[Layer], list[Layer]]
 
 def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
     """The leaves, each with the layers further up whose rows name it."""
-    ruled = {path: layer for layer in layers if rows_for(layer.kinds) for path in (*layer.also, layer.path, layer.own_path)}
-    return [replace(leaf, claims=tuple(claims_on(leaf, ruled))) for leaf in leaves]
+    ruled = {
+        path: (layer, names)
+        for layer in layers
+        if (names := inner_names(layer.kinds))
+        for path in (*layer.also, layer.path, layer.own_path)
+    }
+    claims = [tuple(claims_on(leaf, ruled)) for leaf in leaves] if ruled else [()] * len(leaves)
+    return [replace(leaf, claims=found) if found else leaf for leaf, found in zip(leaves, claims, strict=True)]
 
 
-def claims_on(leaf: Leaf, ruled: Mapping[str, Layer]) -> list[Claim]:
+def inner_names(kinds: tuple[str, ...]) -> set[str]:
+    """The names of arrays in layers inside a layer that its rows give."""
+    names = (name for rule in rows_for(kinds) for leaf in rule.leaves for name in (leaf.torch, leaf.flax))
+    return {name.partition("[")[0] for name in names if "." in name}
+
+
+def claims_on(leaf: Leaf, ruled: Mapping[str, tuple[Layer, set[str]]]) -> list[Claim]:
     found = []
     for path in dict.fromkeys((split(leaf.path)[0], leaf.owner, *leaf.also)):
         owner, name = path, leaf.name
         while owner:
             owner, last = split(owner)
             name = join(last, name)
-            layer = ruled.get(owner)
-            names = (
-                {entry for rule in rows_for(layer.kinds) for leaf_ in rule.leaves for entry in (leaf_.torch, leaf_.flax)}
-                if layer
-                else ()
-            )
-            if layer and any(name == entry.partition("[")[0] for entry in names):
+            layer, names = ruled.get(owner, (None, set[str]()))
+            if layer and name in names:
                 found.append(Claim(layer.path, name, layer.kinds))
     return list(dict.fromkeys(found))
 
@@ -204,11 +212,17 @@ def set_apart(sources: list[Leaf], targets: list[Leaf], layers: Layers, renames:
 
 def asking(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sides) -> Callable[[Leaf], bool]:
     """Whether Flax has a leaf for one of torch's."""
+
+    # Most models hold nothing that asks.
+    @functools.cache
+    def known() -> set[str]:
+        if sides[0] == "torch":
+            return {name for leaf in targets for name in known_names(leaf, sides[1])}
+        return {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
+
     if sides[0] == "torch":
-        known = {name for leaf in targets for name in known_names(leaf, sides[1])}
-        return lambda leaf: any(renames.apply(name)[0] in known for name in names_in(leaf, *sides))
-    wanted = {renames.apply(name)[0] for leaf in sources for name in names_in(leaf, *sides)}
-    return lambda leaf: any(name in wanted for name in known_names(leaf, "torch"))
+        return lambda leaf: any(renames.apply(name)[0] in known() for name in names_in(leaf, *sides))
+    return lambda leaf: any(name in known() for name in known_names(leaf, "torch"))
 
 
 def known_names(leaf: Leaf, side: str) -> list[str]:
@@ -244,7 +258,7 @@ def left_alone(block: Leaf, asked: Callable[[Leaf], bool], apart: Apart, *, fill
 
 def blocks_of(leaf: Leaf, asked: Callable[[Leaf], bool]) -> tuple[Leaf, ...]:
     """The blocks of a leaf, if the other side asks for any of them."""
-    ways = {names for view in views(leaf) for rule in rows_of(view) for whole, names in rule.blocks() if whole == view.name}
+    ways = {names for view in views(leaf) for rule in rows_of(view) for whole, names in rule.blocks if whole == view.name}
     for names in ways if leaf.shape else ():
         if leaf.shape[0] % len(names) == 0:
             blocks = leaf.cut(names)

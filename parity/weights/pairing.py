@@ -326,6 +326,8 @@ def unused_patterns(ignore: Iterable[str], ignored: list[str]) -> list[str]:
 
 def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
     """The rename from source names to target names: of the two directions the one whose keys fit the source."""
+    if not rename.mapping:
+        return rename
     given, turned = rename, rename.inverse()
 
     names = [name for leaf in sources for name in names_in(leaf, *sides)]

@@ -14,7 +14,7 @@ from parity.weights.names import Lookup, Match, Name, doubtful, holes
 
 def join(*parts: str) -> str:
     """Join dotted paths, leaving out empty ones."""
-    return ".".join(part for part in parts if part)
+    return ".".join(filter(None, parts))
 
 
 def split(path: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ One row serves both directions. A composite of mirrored names needs no row; a ne
 is one row here and one row in its test.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -141,6 +142,7 @@ class Rule:
         """The entries for an array, by its name on one side."""
         return [leaf for leaf in self.leaves if getattr(leaf, side) == name]
 
+    @functools.cached_property
     def blocks(self) -> list[tuple[str, tuple[str, ...]]]:
         """The torch arrays that the row cuts, each with the names of its blocks: first those that only torch has."""
         found: dict[str, list[str]] = {}
@@ -523,13 +525,34 @@ LINEN = {
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 
 
+class Index:
+    """The rows of a ledger by the class that they are for, torch's or Flax's."""
+
+    def __init__(self, rows: list[Rule]):
+        self.rows, self.count = rows, len(rows)
+        self.by_class: dict[str, list[Rule]] = {}
+        self.by_kinds: dict[tuple[str, ...], list[Rule]] = {}
+        for rule in rows:
+            for name in {rule.torch, rule.flax, rule.linen} - {""}:
+                self.by_class.setdefault(name, []).append(rule)
+
+    def nearest(self, kinds: tuple[str, ...]) -> list[Rule]:
+        """The rows of the first class that has any."""
+        if kinds not in self.by_kinds:
+            self.by_kinds[kinds] = next((self.by_class[kind] for kind in kinds if kind in self.by_class), [])
+        return self.by_kinds[kinds]
+
+
+INDEX = Index([])
+
+
 def rows_for(kinds: tuple[str, ...]) -> list[Rule]:
     """The rows of the nearest class along an MRO, torch's or Flax's; a class of one side may have several of the other."""
-    for kind in kinds:
-        found = [rule for rule in RULES if kind in (rule.torch, rule.flax, rule.linen)]
-        if found:
-            return found
-    return []
+    global INDEX
+    # A plan asks some twenty times for each leaf; the ledger only ever grows.
+    if INDEX.rows is not RULES or INDEX.count != len(RULES):
+        INDEX = Index(RULES)
+    return INDEX.nearest(kinds)
 
 
 def row_of(torch_kinds: tuple[str, ...], flax_kinds: tuple[str, ...]) -> Rule | None:

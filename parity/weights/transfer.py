@@ -1,6 +1,8 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -220,7 +222,8 @@ class Sent(Mapping[str, Any]):
         self.zeros: dict[str, list[Leaf]] = {}
         for leaf in pairing.zeros:
             self.zeros.setdefault(leaf.array_path, []).append(leaf)
-        self.asked, self.notes = dict[str, int](), dict[str, str]()
+        self.asked, self.notes = set[str](), dict[str, str]()
+        self.sent = 0
 
     def __getitem__(self, path: str) -> Any:
         pairs, zeros = self.pairs.get(path, []), self.zeros.get(path, [])
@@ -243,15 +246,20 @@ class Sent(Mapping[str, Any]):
         """Tell of the bytes of an array that is asked for the first time."""
         if path in self.asked:
             return
-        self.asked[path] = self.bytes(path)
+        self.asked.add(path)
         if self.progress:
-            self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
+            self.sent += self.bytes(path)
+            self.progress(self.sent, self.total, name)
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The bytes of all arrays on arrival."""
+        return sum(map(self.bytes, self))
 
     def bytes(self, path: str) -> int:
         """The size of an array on arrival."""
-        sent = sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs.get(path, ()))
-        zeros = self.zeros.get(path, ())
-        return sent + sum(int(np.prod(z.shape, dtype=np.int64)) * numpy_dtype(z.dtype).itemsize for z in zeros)
+        sent = sum(bytes_of(p.target.shape, self.dtypes[p.target.path]) for p in self.pairs.get(path, ()))
+        return sent + sum(bytes_of(leaf.shape, leaf.dtype) for leaf in self.zeros.get(path, ()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self.pairs, *self.zeros)))
@@ -317,11 +325,13 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS
 
 
+@functools.cache
 def kind(dtype: str) -> str:
     """`float` for any floating point dtype, `int` for any integer one, otherwise the dtype itself."""
     return next((name for name in ("float", "complex", "int") if name in dtype), dtype)
 
 
+@functools.cache
 def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
 
@@ -352,6 +362,10 @@ def overflow(p: Pair, dtype: str) -> str:
 
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:
-    size = int(np.prod(p.target.shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+    size = bytes_of(p.target.shape, dtype)
     how = p.layout.name, p.target.shape, p.source.dtype, dtype, size, p.decided_by, shared, p.source.merged
     return Entry(p.source.path, p.target.path, *how)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * numpy_dtype(dtype).itemsize

@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -15,8 +17,14 @@ from parity.errors import InputError
 from parity.frameworks.jax.arrays import unreadable
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.mirrors import argument
+from parity.weights.side_by_side import THREADS, batches, side_by_side
 
 NAME = "flax"
+
+# What may hold variables, and what most attributes of a layer are instead: to ask flax whether a number is a
+# variable takes longer than all the rest of a walk.
+NODES = (nnx.Pytree, nnx.Variable, dict, list, tuple, Mapping, jax.Array, np.ndarray)
+PLAIN = frozenset({type(None), bool, int, float, str, FunctionType})
 
 
 def is_model(value: Any) -> bool:
@@ -43,29 +51,44 @@ def dtype_name(array: Any) -> str:
     """The dtype's name; of a Python number that of the array that jax would make; of anything else its type's."""
     if isinstance(array, bool | int | float | complex):
         return str(jnp.result_type(array))
-    return str(getattr(array, "dtype", type(array).__name__))
+    return named(array.dtype) if hasattr(array, "dtype") else type(array).__name__
 
 
-def walk(
-    node: Any, path: tuple[str, ...] = (), torch_path: tuple[str, ...] = (), inside: tuple[int, ...] = ()
-) -> Iterator[Any]:
+@functools.lru_cache(maxsize=256)
+def named(dtype: Any) -> str:
+    return str(dtype)
+
+
+def walk(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Every module, container, variable and plain array below a node, each under every path that leads to it.
 
     Yields:
         The path, the path in torch's words, and the node itself.
     """
-    if id(node) in inside:
-        return
-    yield path, torch_path, node
-    if isinstance(node, nnx.Variable | jax.Array | np.ndarray):
-        return
-    for name, child in parts(node):
-        if isinstance(child, nnx.Pytree | nnx.Variable | Mapping | list | tuple | jax.Array | np.ndarray):
-            # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
-            skip = isinstance(node, nnx.Sequential) and name == "layers"
-            # torch keeps norm and direction in the layer itself.
-            skip = skip or (isinstance(node, nnx.WeightNorm) and name == "layer_instance")
-            yield from walk(child, (*path, name), torch_path if skip else (*torch_path, name), (*inside, id(node)))
+    waiting: list[tuple[tuple[str, ...], tuple[str, ...], Any, frozenset[int]]] = [((), (), node, frozenset())]
+    while waiting:
+        path, torch_path, node, above = waiting.pop()
+        if id(node) in above:
+            continue
+        yield path, torch_path, node
+        if isinstance(node, nnx.Variable | jax.Array | np.ndarray):
+            continue
+        left_out = left_out_by_torch(node)
+        above |= {id(node)}
+        waiting += [
+            ((*path, name), torch_path if name == left_out else (*torch_path, name), child, above)
+            for name, child in reversed(parts(node))
+            if type(child) not in PLAIN and isinstance(child, NODES)
+        ]
+
+
+def left_out_by_torch(node: Any) -> str | None:
+    """The part of a module of which torch's paths know nothing."""
+    if isinstance(node, nnx.Sequential):
+        # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
+        return "layers"
+    # torch keeps norm and direction in the layer itself.
+    return "layer_instance" if isinstance(node, nnx.WeightNorm) else None
 
 
 def parts(node: Any) -> list[tuple[str, Any]]:
@@ -85,8 +108,13 @@ def key_name(key: Any) -> str:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
+    return names_of(type(module))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)
+def names_of(kind: type) -> tuple[str, ...]:
     names = []
-    for cls in type(module).__mro__:
+    for cls in kind.__mro__:
         builtin = cls.__module__.startswith("flax.nnx")
         names.append(f"flax.nnx.{cls.__name__}" if builtin else f"{cls.__module__}.{cls.__qualname__}")
     return tuple(names)
@@ -222,10 +250,13 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
 def received(arrays: Mapping[str, Any], places: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Arrays of jax's own by path, each where it belongs, and the paths whose memory is shared."""
     new, done = dict[str, Any](), set[str]()
-    for batch in batches(arrays):
-        new |= copied_arrays({p: a for p, a in batch.items() if not isinstance(a, Shared)}, places)
-        lent, shared = shared_arrays({p: a for p, a in batch.items() if isinstance(a, Shared)})
-        new |= lent
+
+    def send(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        copies = copied_arrays({path: array for path, array in batch.items() if not isinstance(array, Shared)}, places)
+        return copies, *shared_arrays({path: array for path, array in batch.items() if isinstance(array, Shared)})
+
+    for copied, lent, shared in side_by_side(send, batches(arrays.items()), THREADS if same_in_threads() else 1):
+        new |= copied | lent
         done |= shared
     return new, done
 
@@ -245,28 +276,20 @@ def set_plain(value: Any, new: Mapping[str, Any]) -> None:
                 setattr(holder, name, array)
 
 
-# Bytes that jax copies in one call: enough for its threads, little beside a model.
-BATCH = 16 << 20
+def same_in_threads() -> bool:
+    """Whether jax does in a new thread what it does here: a `with jax.enable_x64()` holds for one thread alone."""
 
+    def settings() -> Any:
+        return {name: getattr(jax.config, name, None) for name in jax.config.values}, jax.sharding.get_abstract_mesh()
 
-def batches(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arrays that are read as they are asked for, some at a time, so that those of a file are never all in memory."""
-    batch: dict[str, Any] = {}
-    size = 0
-    for path, array in arrays.items():
-        if batch and size + getattr(array, "nbytes", 0) > BATCH:
-            yield batch
-            batch, size = {}, 0
-        batch[path] = array
-        size += getattr(array, "nbytes", 0)
-    yield batch
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(settings).result() == settings()
 
 
 def seed_abstract(variables: Mapping[str, Any]) -> None:
     """Give random state without values, as `nnx.eval_shape` leaves it, keys from seed 0: no source has any."""
     for index, variable in enumerate(variables.values()):
-        state = content(variable)
-        if isinstance(variable, nnx.RngState) and isinstance(state, jax.ShapeDtypeStruct):
+        if isinstance(variable, nnx.RngState) and isinstance(state := content(variable), jax.ShapeDtypeStruct):
             # Each its own, so that no two dropout layers draw the same mask.
             key = jax.random.fold_in(jax.random.key(0), index)
             seeded = jax.random.split(key, state.shape) if state.shape else key
@@ -275,11 +298,22 @@ def seed_abstract(variables: Mapping[str, Any]) -> None:
 
 def copied_arrays(arrays: Mapping[str, np.ndarray], places: Mapping[str, Any]) -> dict[str, Any]:
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
-    # here. What is strided it must copy itself, and one call for all of them is the fastest.
-    own = {
-        path: np.array(a) if a.flags.c_contiguous or (a.flags.f_contiguous and a.ndim < 2) else a for path, a in arrays.items()
-    }
+    # here. What is strided it must copy itself, faster than NumPy could.
+    own = {path: own_copy(array) if array.flags.c_contiguous else array for path, array in arrays.items()}
     return jax.block_until_ready(jax.device_put(own, {path: places[path] for path in own}))
+
+
+# Where jax on the CPU takes memory as it lies.
+ALIGNMENT = 64
+
+
+def own_copy(array: np.ndarray) -> np.ndarray:
+    """A contiguous copy that jax need not copy once more, in memory that no one else has."""
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -13,8 +13,11 @@ from torch.nn.parameter import is_lazy
 from parity.errors import InputError
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.paths import split
+from parity.weights.side_by_side import batches, side_by_side
 
 NAME = "torch"
+
+Result = TypeVar("Result")
 
 # NumPy has no such dtypes: their bits travel as integers of the same width.
 BITS = {
@@ -203,41 +206,59 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     if not is_model(value):
         return new_state_dict(value, arrays)
     existing = value.state_dict(keep_vars=True)
+    lent: set[str] = set()
     done: set[str] = set()
-    with torch.no_grad():
-        for path, tensor, shared in as_tensors(arrays):
-            target = existing[path]
-            if shared and target.device == tensor.device:
-                target.data = tensor
-                done.add(path)
-            elif target.dtype != tensor.dtype:
-                # Only by cast: the parameter takes on the dtype in which the array arrives.
-                target.data = tensor.to(target.device, copy=True).contiguous()
-            else:
-                target.copy_(tensor)
+    for path, shared in in_threads(lambda path, tensor: written(existing[path], tensor, path in lent), arrays, lent):
+        done |= {path} if shared else set()
     return value, done
 
 
-def as_tensors(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Path, tensor, and whether it was lent; one at a time, for those of a file are read as they are asked for."""
-    for path, array in arrays.items():
-        if isinstance(array, Shared):
-            yield path, torch.utils.dlpack.from_dlpack(array.array).permute(array.axes), True
-        else:
-            yield path, from_numpy(array), False
+def in_threads(
+    call: Callable[[str, Tensor], Result], arrays: Mapping[str, Any], lent: set[str]
+) -> Iterator[tuple[str, Result]]:
+    """Each path with the result of a call on it and its array as a tensor; paths of what is lent are added to `lent`."""
+    inference = torch.is_inference_mode_enabled()
+
+    def work(batch: dict[str, Tensor]) -> list[tuple[str, Result]]:
+        # torch's modes hold for one thread alone.
+        with torch.inference_mode(inference), torch.no_grad():
+            return [(path, call(path, tensor)) for path, tensor in batch.items()]
+
+    for results in side_by_side(work, batches((path, as_tensor(path, arrays[path], lent)) for path in arrays)):
+        yield from results
+
+
+def as_tensor(path: str, array: Any, lent: set[str]) -> Tensor:
+    """An array that has arrived as a tensor on its memory; its path is added to `lent` if it may stay there."""
+    if not isinstance(array, Shared):
+        return from_numpy(array)
+    lent.add(path)
+    return torch.utils.dlpack.from_dlpack(array.array).permute(array.axes)
+
+
+def written(target: Tensor, tensor: Tensor, lent: bool) -> bool:
+    """Write into a parameter or buffer; whether it uses the memory of what was lent instead."""
+    if lent and target.device == tensor.device:
+        target.data = tensor
+        return True
+    if target.dtype != tensor.dtype:
+        # Only by cast: the parameter takes on the dtype in which the array arrives.
+        target.data = tensor.to(target.device, copy=True).contiguous()
+    else:
+        target.copy_(tensor)
+    return False
 
 
 def new_state_dict(value: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> tuple[dict[str, Tensor], set[str]]:
     """A state_dict like `value` with new values, contiguous and on the old devices; what was tied is tied again."""
-    made: dict[Hashable, Tensor] = {}
-    done: set[str] = set()
-    for path, tensor, shared in as_tensors(arrays):
-        old = value[path]
-        device = tensor.device if old.is_meta else old.device
+    lent: set[str] = set()
+
+    def copied(path: str, tensor: Tensor) -> Tensor:
+        device = tensor.device if value[path].is_meta else value[path].device
         # The clone is wanted also where the device is the same: `tensor` is the source's own memory.
-        copied = tensor if shared else tensor.clone(memory_format=torch.contiguous_format).to(device)
-        made[identity_of(old)] = copied
-        done |= {path} if shared else set()
+        return tensor if path in lent else tensor.clone(memory_format=torch.contiguous_format).to(device)
+
+    made: dict[Hashable, Tensor] = {identity_of(value[path]): tensor for path, tensor in in_threads(copied, arrays, lent)}
     for tensor in value.values():
         made.setdefault(identity_of(tensor), tensor.detach().clone())
-    return {path: made[identity_of(tensor)] for path, tensor in value.items()}, done
+    return {path: made[identity_of(tensor)] for path, tensor in value.items()}, lent

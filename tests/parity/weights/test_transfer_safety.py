@@ -1,7 +1,9 @@
 """No later write on one side shows on the other, unless sharing was asked for; what the caller holds stays what it is."""
 
+import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,6 +93,54 @@ def test_writing_into_the_torch_target_leaves_the_flax_source(dtype, form):
     assert memory(source) == before
 
 
+def converter_of_transformers(state: dict[str, torch.Tensor], target: nnx.Module) -> None:
+    """How the converter of transformers 4 fills a model, with the array that `jnp.asarray` makes of NumPy's memory."""
+    for path, node in nnx.to_flat_state(nnx.state(target)):
+        name = ".".join(map(str, path))
+        last = {"kernel": "weight", "embedding": "weight"}.get(path[-1], path[-1])
+        found = state[".".join([*map(str, path[:-1]), last])].detach().numpy()
+        node.set_value(jnp.asarray(found.T if name.endswith("kernel") else found, dtype=found.dtype))
+
+
+def test_what_jax_makes_of_numpy_memory_shows_later_writes_and_what_is_transferred_does_not():
+    source = TorchShapes()
+    for shared, fill in ((True, converter_of_transformers), (False, parity.transfer)):
+        target = flax_shapes()
+        fill(source.state_dict(), target)
+        before = memory(target)
+        overwrite(live(source))
+        changed = {path for path, leaf in memory(target).items() if leaf != before[path]}
+        assert ({"embed.embedding", "three", "linears.square.bias"} <= changed) is shared
+        assert shared or not changed
+        source = TorchShapes()
+
+
+def test_threads_change_nothing():
+    """More arrays than are on their way at a time, of all sizes; with settings of one thread alone too."""
+    sizes = [(1500, 1200), (900, 1000), (1, 7), (1300, 1100), (5, 3), (1024, 1024)]
+    source = nn.ModuleDict({f"l{i}": nn.Linear(a, b) for i, (a, b) in enumerate(sizes)})
+    for context in (contextlib.nullcontext(), jax.enable_x64(True), jax.default_device(jax.devices()[0])):
+        with context:
+            target = parity.empty(
+                lambda rngs: nnx.Dict(
+                    {f"l{i}": nnx.Linear(a, b, rngs=rngs, param_dtype="float32") for i, (a, b) in enumerate(sizes)}
+                )
+            )
+            parity.transfer(source, target, verify=True)
+            back = nn.ModuleDict({name: nn.Linear(*layer.weight.shape[::-1]) for name, layer in source.items()})
+            parity.transfer(target, back, verify=True)
+        assert snapshot(back) == snapshot(source)
+
+
+def test_a_wide_dtype_set_for_one_thread_arrives():
+    source = nn.Linear(3, 5, dtype=torch.float64)
+    with jax.enable_x64(True):
+        target = parity.empty(nnx.Linear, 3, 5, param_dtype="float64")
+        parity.transfer(source, target)
+        assert target.kernel[...].dtype == jnp.float64
+        assert np.array_equal(np.asarray(target.kernel[...]), source.weight.detach().numpy().T)
+
+
 def test_torch_to_torch_shares_nothing_in_either_direction():
     for make in (lambda m: m, lambda m: m.state_dict()):
         source, target = scramble(TorchShapes(), "a"), scramble(TorchShapes(), "b")
@@ -128,6 +178,9 @@ def test_a_source_that_lies_in_transposed_memory_is_copied_too():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_torch_memory_shows_in_flax_exactly_where_the_plan_says_so(dtype):
     source, target = scramble(TorchShapes(), "share", dtype=dtype), flax_shapes()
+    for tensor in live(source).values():
+        # torch's own memory begins where jax can use it; that of NumPy, which `scramble` left, only by chance.
+        tensor.data = tensor.data.clone()
     plan = parity.transfer(source, target, cast="source", copy=False).plan
     assert not any(entry.shared for entry in plan if dtype == "bfloat16" and entry.dtype != entry.target_dtype)
     target = flax_shapes() if dtype == "float32" else filled_flax(dtype)
