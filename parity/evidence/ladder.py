@@ -50,7 +50,7 @@ def weights(subject: Subject) -> LevelResult:
             )
             findings.append(Finding(p.source.path, what, {"differing": int(unequal.sum()), "elements": unequal.size}))
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
-    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone)
+    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"

@@ -27,7 +27,7 @@ from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
 from parity.weights.leaf import PASSING, Layer, Leaf
 from parity.weights.mirrors import mirror_problems
-from parity.weights.named_layouts import Given, MisfitError
+from parity.weights.named_layouts import Given, MisfitError, parse
 from parity.weights.names import Name
 from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
 from parity.weights.recurrence import single_layers, unrolled
@@ -385,6 +385,9 @@ def make_pair(
             hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
         if hint:
             hint += f": if this one is otherwise, rename to {f'{flax_leaf.path} | {other_way(family)}'!r}"
+        for word in ("heads", "heads in"):
+            if Given((parse(word),)).between(torch_leaf.shape, flax_leaf.shape):
+                hint = f"; if these are heads, rename to {f'{flax_leaf.path} | {word}'!r}"
         return unequal(torch_leaf, flax_leaf, family, hint)
     if by and family is TRANSPOSED and layout is TRANSPOSED and columns_cut(torch_leaf) and len(set(flax_leaf.shape)) == 1:
         # A Linear is cut in its rows; of columns, what is stored as Flax has it is the likelier case, and is as square.
@@ -483,9 +486,11 @@ def strangers(torch_leaf: Leaf, flax_leaf: Leaf) -> str:
     if not mine or not theirs or row_of(torch_leaf.kinds, flax_leaf.kinds):
         return ""
     wanted = " or ".join(dict.fromkeys(rule.flax for rule in mine))
+    word = "transposed" if len(flax_leaf.shape) == 2 else "as is"
     return (
         f"{torch_leaf.path} belongs to a {mine[0].torch} and {flax_leaf.path} to a {theirs[0].flax}; "
-        f"the counterpart of {mine[0].torch} is {wanted}"
+        f"the counterpart of {mine[0].torch} is {wanted}; if these are one all the same, rename says how it is laid out: "
+        f"{f'{flax_leaf.path} | {word}'!r}"
     )
 
 

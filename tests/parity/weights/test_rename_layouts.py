@@ -237,6 +237,37 @@ def test_the_refusal_of_a_shape_says_how_to_give_the_layout():
         parity.transfer({"weight": torch.ones(3, 5)}, nnx.Linear(3, 5, rngs=rngs()), rename={}, ignore=["bias"])
 
 
+@pytest.mark.parametrize(
+    ("shape", "flax_shape", "word"), [((6,), (3, 2), "heads"), ((6, 5), (5, 3, 2), "heads"), ((5, 6), (3, 2, 5), "heads in")]
+)
+def test_the_refusal_of_heads_says_how_to_name_them(shape, flax_shape, word):
+    source, target = {"q": torch.ones(shape)}, FlaxHolder(q=jnp.zeros(flax_shape))
+    with pytest.raises(TransferError, match=re.escape(f"; if these are heads, rename to 'q | {word}'")):
+        parity.transfer(source, target)
+    assert len(parity.transfer(source, target, rename={"q": f"q | {word}"}).plan) == 1
+
+
+def test_layers_that_are_no_pair_may_be_one_by_a_layout_that_is_given():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    parts = nnx.Dict(**{name: nnx.Linear(4, 4, rngs=rngs()) for name in "qkvo"})
+    cut = {f"in_proj_weight[{4 * n}:{4 * n + 4}]": f"{c}.kernel" for n, c in enumerate("qkv")}
+    named = {f"in_proj_bias[{c}]": f"{c}.bias" for c in "qkv"} | {"out_proj": "o"}
+    with pytest.raises(TransferError) as error:
+        parity.transfer(attention, parts, rename=cut | named)
+    for words in (
+        "rename says how it is laid out: 'k.kernel | transposed'",
+        "rename says how it is laid out: 'k.bias | as is'",
+    ):
+        assert words in str(error.value)
+    cut = {key: f"{value} | transposed" for key, value in cut.items()}
+    named = {key: value if value == "o" else f"{value} | as is" for key, value in named.items()}
+    parity.transfer(attention, parts, rename=cut | named)
+    assert bits(parts.k.kernel[...]) == bits(attention.in_proj_weight[4:8].detach().numpy().T)
+    back = nn.MultiheadAttention(4, 2, batch_first=True)
+    parity.transfer(parts, back, rename=cut | named)
+    assert torch.equal(back.in_proj_weight, attention.in_proj_weight)
+
+
 def test_a_file_alone_takes_its_layout_from_rename(tmp_path):
     source = {"q.weight": torch.randn(4, 3), "q.bias": torch.randn(4)}
     parity.transfer(source, tmp_path / "t.safetensors")
