@@ -68,6 +68,7 @@ ORBAX = Format(
 )
 INDEX = ".safetensors.index.json"
 SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX, ".pt": TORCH, ".pth": TORCH, ".bin": TORCH}
+LIKE = "give the names of the target with like (--like)"
 KINDS = f"{', '.join(SUFFIXES)}, *{INDEX}, or a folder"
 
 
@@ -145,7 +146,6 @@ class Target(Tree):
 
     Raises:
         InputError: the path says no kind of checkpoint, or `like` has names that it cannot hold.
-        TransferError: without `like` the names in the file are not certain.
     """
 
     def __init__(
@@ -154,11 +154,14 @@ class Target(Tree):
         self.format, self.path = located(path, source=False)
         self.given, self.overwrite, self.verify = path, overwrite, verify
         room = room_of(source, "source")
+        # Sources whose names on the other side are not certain, each with the reason.
+        self.unnamed: dict[str, str] = {}
         # Those of the model that gives the names: they decide as they would if it were filled itself.
         self.known: list[Layer] = []
         if like is None:
             self.NAME = self.format.side or side(room)
-            self.found = derived(claimed(room.leaves(source), room.layers(source)), side(room), self.NAME, rename, ignore)
+            leaves = claimed(room.leaves(source), room.layers(source))
+            self.found, self.unnamed = derived(leaves, side(room), self.NAME, rename, ignore)
         else:
             other = room_of(like, "like")
             self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role != "random state"]
@@ -200,6 +203,8 @@ class Target(Tree):
         """Why the file cannot be written, before anything is read; one sentence each."""
         self.dtypes = dtypes
         place = [problem for problem in (self.occupied(), self.folder()) if problem]
+        if self.unnamed:
+            place.append(f"{len(self.unnamed)} names on the other side are not certain; {LIKE}")
         unknown = sorted(set(dtypes.values()) - set(self.format.dtypes))
         if unknown:
             return [*place, f"{self.format.name} has no dtype {', '.join(unknown)}; write another kind of file, or cast"]

@@ -18,6 +18,7 @@ import numpy as np
 from parity.errors import InputError
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import split
+from parity.weights.plan import unconfirmed
 
 Side = Literal["torch", "flax"]
 
@@ -170,6 +171,11 @@ def read_rename(path: Path) -> dict[str, str]:
         raise InputError(f"{path} is no rename file: it is no valid JSON ({error}); save one to see its form") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} is no rename file: it holds a {type(found).__name__}, not an object from names to names")
+    if open_ := unconfirmed(found):
+        raise InputError(
+            f"{path} still has {len(open_)} suggestions that nobody confirmed, such as {open_[0]}; "
+            "take the ? away where the name is right, and the whole entry where it is not"
+        )
     return found
 
 

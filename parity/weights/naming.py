@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from parity.errors import TransferError, listed
 from parity.weights.files import FLAX_ONLY, Side, make_leaf
 from parity.weights.layouts import AS_IS, TRANSPOSED, Flipped, Layout
 from parity.weights.leaf import Leaf
@@ -20,18 +19,17 @@ def side(room: Any) -> Side:
     return "torch" if room.NAME == "torch" else "flax"
 
 
-def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ignore: Iterable[str]) -> list[Leaf]:
-    """The leaves of a file for which nobody gave names.
+def derived(
+    sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ignore: Iterable[str]
+) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves of a file for which nobody gave names, and why others have no certain name there.
 
     Between files and models of one framework names stay. Across, the layer's row of the ledger
     decides; where no layer is known, only what its name alone makes certain is converted.
-
-    Raises:
-        TransferError: a name on the other side is not certain.
     """
     travelling, _, _ = sorted_out(sources, tuple(ignore))
     renames = directed(Rename(rename), (from_side, to_side), travelling)
-    leaves, problems = [], []
+    leaves, unnamed = [], dict[str, str]()
     for leaf in travelling:
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
             # Of no counterpart by its nature: pairing tells of it, or refuses it.
@@ -41,7 +39,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         else:
             found = counterpart(leaf, to_side)
         if isinstance(found, str):
-            problems.append(found)
+            unnamed[leaf.path] = found
             continue
         path, layout, kinds = found
         own = leaf.path if from_side == to_side else join(leaf.owner, leaf.name)
@@ -52,10 +50,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         # Two names of one array are one array in the file too, if it can say so.
         made = make_leaf(path, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
         leaves.append(dataclasses.replace(made, kinds=kinds))
-    if problems:
-        ask = "give the names of the target with like (--like)"
-        raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
-    return leaves
+    return leaves, unnamed
 
 
 def counterpart(leaf: Leaf, to_side: Side) -> tuple[str, Permuted, tuple[str, ...]] | str:

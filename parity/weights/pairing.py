@@ -1,5 +1,6 @@
 """Which leaf belongs to which: every leaf on both sides accounted for, before anything is read."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +11,14 @@ from parity.weights.claims import Sides, claimed, names_in, other_names, owners,
 from parity.weights.files import Tree
 from parity.weights.layouts import AS_IS, Bijection
 from parity.weights.leaf import Layer, Leaf
-from parity.weights.paths import WRAPPERS, Rename, join, natural, nearest, wrapper
+from parity.weights.paths import WRAPPERS, Names, Rename, join, natural, wrapper
+from parity.weights.plan import Unpaired
 from parity.weights.rules import disagreements, layout_by_name, refusals, row_of, rows_for
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
+# Leaves of one side for which near names are looked for: a reader has no use for more.
+SUGGESTED = 500
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Pairing:
             settings are; one sentence each.
         aside: paths of torch arrays that are left out, or stay as they are, by their nature.
         zeros: leaves of the target that get zeros, because what they hold has no name in the source.
+        unpaired: leaves without counterpart; each is one of the problems too.
     """
 
     source: Room
@@ -66,6 +71,7 @@ class Pairing:
     alone: tuple[str, ...] = ()
     zeros: tuple[Leaf, ...] = ()
     aside: tuple[str, ...] = ()
+    unpaired: tuple[Unpaired, ...] = ()
 
 
 def pair(
@@ -123,11 +129,14 @@ def pair(
         pairs += [made] if isinstance(made, Pair) else []
     # A further name of an array that has travelled needs no counterpart.
     travelled = {p.source.identity for p in pairs}
-    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in stray if f or leaf.identity not in travelled]
+    lonely = [(leaf, f) for leaf, f in stray if f or leaf.identity not in travelled]
+    unnamed: Mapping[str, str] = getattr(rooms[1], "unnamed", {})
+    unpaired = unexpected(lonely, renames, targets, sides, unnamed)
     follow_ties(pairs, targets, taken)
     empty = [leaf for leaf in targets if leaf.path not in taken]
-    problems += [missing(leaf, sources, taken, sides) for leaf in empty]
-    strays = [leaf for leaf, f in stray if not f and leaf.identity not in travelled]
+    unpaired += missing(empty, sources, taken, sides)
+    problems += [one.reason for one in unpaired]
+    strays = [leaf for leaf, f in lonely if not f and leaf.path not in unnamed]
     help_first = remedy(strays, empty, sides, flax_layers)
     problems += [f"rename key {key!r} fits no name of the source" for key in renames.mapping if key not in used]
     kept, lost = ties(pairs, sources, sides)
@@ -148,6 +157,7 @@ def pair(
         tuple(apart.alone + told.notes),
         tuple(apart.zeros),
         tuple(apart.aside),
+        tuple(dataclasses.replace(one, reason=in_words(one.reason, names)) for one in unpaired),
     )
 
 
@@ -262,22 +272,43 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
-def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: Sides) -> str:
-    if found:
-        names = ", ".join(other.path for other in found)
-        return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
-    looked_for = renames.apply(names_in(leaf, sides[0], sides[1])[0])[0]
-    known = {other.path: other.path for other in targets}
-    known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
-    near = nearest(looked_for, known)
-    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}"
+def unexpected(
+    lonely: list[tuple[Leaf, list[Leaf] | None]],
+    renames: Rename,
+    targets: list[Leaf],
+    sides: Sides,
+    unnamed: Mapping[str, str],
+) -> list[Unpaired]:
+    """The leaves of the source that lead nowhere, or to several leaves; `unnamed` has reasons that are known already."""
+    known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
+    known = {other.path: other.path for other in targets} | known
+    names, told = Names(known if lonely else ()), list[Unpaired]()
+    for leaf, found in lonely:
+        near: list[str] = []
+        if found:
+            near = [other.path for other in found]
+            reason = f"{leaf.path} of the source fits several leaves of the target: {', '.join(near)}; say which with rename"
+        elif leaf.path in unnamed:
+            reason = unnamed[leaf.path]
+        else:
+            looked_for = renames.apply(names_in(leaf, sides[0], sides[1])[0])[0]
+            near = [known[name] for name in names.nearest(looked_for)] if len(told) < SUGGESTED else []
+            reason = f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near)}"
+        told.append(Unpaired("source", leaf.path, leaf.shape, leaf.dtype, reason, tuple(near)))
+    return told
 
 
-def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> str:
+def missing(empty: list[Leaf], sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> list[Unpaired]:
+    """The leaves of the target that nothing arrives for."""
     used = {source.path for source in taken.values()}
-    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
-    near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
-    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}"
+    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used} if empty else {}
+    names, told = Names(known), list[Unpaired]()
+    for leaf in empty:
+        looked_for = join(leaf.owner, torch_name(leaf, sides[1]))
+        near = [known[name] for name in names.nearest(looked_for)] if len(told) < SUGGESTED else []
+        reason = f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near)}"
+        told.append(Unpaired("target", leaf.path, leaf.shape, leaf.dtype, reason, tuple(near)))
+    return told
 
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
@@ -301,8 +332,8 @@ def in_words(sentence: str, names: tuple[str, str]) -> str:
     return sentence
 
 
-def suggestion(near: list[str], known: dict[str, str]) -> str:
-    return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
+def suggestion(near: list[str]) -> str:
+    return f"; nearest name: {', '.join(near)}" if near else ""
 
 
 def wrapped(sources: list[Leaf], targets: list[Leaf], problems: list[str], sides: Sides) -> list[str]:

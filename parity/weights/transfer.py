@@ -1,5 +1,7 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +15,9 @@ from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
 from parity.weights.files import count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
-from parity.weights.leaf import gathered
+from parity.weights.leaf import DTYPES, gathered
 from parity.weights.pairing import Pair, Pairing, pair
+from parity.weights.plan import Unpaired, draft
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Transfer:
             what differs although weights and settings agree; one sentence each.
         notes: what was found in checkpoints, such as NaN or the key of the weights; one sentence each.
         verified: whether the result was read back and is bit-equal to what was sent.
+        unpaired: leaves of either side without counterpart, with the names most like theirs.
+        problems: why the transfer is refused, of which `unpaired` is a part; only a plan (`dry`) has any.
     """
 
     value: Any
@@ -72,6 +77,8 @@ class Transfer:
     alone: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     verified: bool = False
+    unpaired: tuple[Unpaired, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def rename(self) -> dict[str, str]:
@@ -80,19 +87,33 @@ class Transfer:
 
     @property
     def passed(self) -> bool:
-        """Whether the two models now have the same parameters, ties and settings."""
-        return not self.settings and not self.lost_ties
+        """Whether the two models now have, or of a plan would have, the same parameters, ties and settings."""
+        return not self.settings and not self.lost_ties and not self.problems
+
+    @property
+    def draft(self) -> dict[str, str]:
+        """`rename`, and for leaves without counterpart the nearest names, each marked as a suggestion by a `?`."""
+        return draft(self.rename, self.unpaired)
+
+    @property
+    def bytes(self) -> int:
+        """The size of all arrays in the target."""
+        return sum(entry.bytes for entry in self.plan)
 
     def __str__(self) -> str:
-        from parity.report.text import transfer_text
+        return self.text()
 
-        return transfer_text(self)
+    def text(self, width: int | None = None) -> str:
+        """The result in words, no wider than so many columns; without a width one line for each leaf."""
+        from parity.report.plan import transfer_text
+
+        return transfer_text(self, width)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
         from parity.report.data import as_data
 
-        return as_data(self, leave_out=("value",))
+        return as_data(self, leave_out=("value",)) | {"arrays": len(self.plan), "bytes": self.bytes}
 
 
 def transfer(
@@ -137,7 +158,8 @@ def transfer(
         overwrite: whether a checkpoint that exists is replaced.
         verify: whether the result is read back and compared bit for bit; a checkpoint before it takes
             its place.
-        dry: only plan: everything is checked, nothing is written.
+        dry: only plan: everything is checked, nothing is written; what would be refused is told in the
+            result's `problems` and not raised.
         progress: called with the bytes that were sent, all bytes, and the array's name.
 
     Returns:
@@ -167,25 +189,30 @@ def transfer(
         problems = ("neither side has parameters that could travel",)
     sent = Sent(pairing, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
-    if problems:
-        found = {p.source.path: p.target.path for p in pairing.pairs}
-        raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
-    value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
-    if verify and not dry and not isinstance(target, Target):
-        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
     opened = [side for side in (source, target) if isinstance(side, Source | Target)]
-    return Transfer(
-        value,
-        tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
+    planned = Transfer(
+        None,
+        tuple(entry(p, dtypes[p.target.path], shared=False) for p in pairing.pairs),
         pairing.ignored,
         pairing.random,
         pairing.ties,
         pairing.lost_ties,
         pairing.settings,
         pairing.alone,
-        (*(note for side in opened for note in side.notes), *sent.notes.values()),
-        verify and not dry,
+        tuple(note for side in opened for note in side.notes),
+        unpaired=pairing.unpaired,
+        problems=problems,
     )
+    if dry:
+        return planned
+    if problems:
+        raise TransferError(listed("transfer refused, nothing was written", problems), problems, planned.rename, planned)
+    value, done = pairing.target.fill(target, sent)
+    if verify and not isinstance(target, Target):
+        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
+    entries = tuple(dataclasses.replace(entry, shared=entry.target in done) for entry in planned.plan)
+    notes = (*planned.notes, *sent.notes.values())
+    return dataclasses.replace(planned, value=value, plan=entries, notes=notes, verified=verify)
 
 
 class Sent(Mapping[str, Any]):
@@ -326,5 +353,6 @@ def overflow(p: Pair, dtype: str) -> str:
 
 
 def entry(p: Pair, dtype: str, shared: bool) -> Entry:
-    size = int(np.prod(p.target.shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+    # What is no array has no such dtype; a plan shows it all the same.
+    size = math.prod(p.target.shape) * DTYPES[dtype].itemsize if dtype in DTYPES else 0
     return Entry(p.source.path, p.target.path, p.layout.name, p.target.shape, p.source.dtype, dtype, size, p.decided_by, shared)
