@@ -84,12 +84,10 @@ def folded(text: str, width: int | None, first: str = "", rest: str = "") -> lis
     width = max(width, NARROWEST)
     lines, line = [], first
     for piece in re.findall(r"\S*?\.(?=\S)|\S+\s*|\s+", text):
-        room = width - len(line)
-        if len(piece.rstrip()) > room and line.strip():
+        if len(line) + len(piece.rstrip()) > width and line.strip():
             lines, line = [*lines, line.rstrip()], rest
-        while len(piece.rstrip()) > width - len(line):
-            # A single part of a path that is wider than the terminal.
-            cut = width - len(line)
-            lines, line, piece = [*lines, line + piece[:cut]], rest, piece[cut:]
         line += piece
+        while len(line.rstrip()) > width:
+            # A single part of a path that is wider than the terminal.
+            lines, line = [*lines, line[:width]], rest + line[width:]
     return [*lines, line.rstrip()]

@@ -160,8 +160,8 @@ def test_a_plan_that_fits_is_a_table_and_one_that_does_not_is_stacked():
     assert plan.text(36).splitlines()[:7] == [
         "  dense.weight",
         "    -> dense.kernel",
-        "    transposed, (4, 4) float32,",
-        "    64 bytes",
+        "    transposed, (4, 4) float32, 64",
+        "    bytes",
         "  dense.bias",
         "    -> dense.bias",
         "    as is, (4,) float32, 16 bytes",
