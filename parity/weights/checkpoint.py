@@ -18,6 +18,8 @@ from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, rem
 from parity.weights.leaf import DTYPES, Layer, Leaf
 from parity.weights.naming import derived, side
 from parity.weights.pairing import room_of
+from parity.weights.paths import natural
+from parity.weights.shards import NUMBERED, Sharded, listed_shards
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Format:
         ties: whether it can say that two names are one array.
         metadata: whether it has a place for text of its own.
         tree: whether its names are branches of a tree.
+        indexed: whether the file is an index of others.
     """
 
     name: str
@@ -43,13 +46,27 @@ class Format:
     ties: bool = False
     metadata: bool = False
     tree: bool = False
+    indexed: bool = False
 
 
+def torch_tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """Every tensor of one file of torch.save by its name; such a file has no metadata."""
+    return {leaf.path: leaf for leaf in load("torch.files").read(path).leaves}, {}
+
+
+def torch_contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Contents:
+    """The tensors of several files of torch.save, in natural order."""
+    return Contents(tuple(found[name] for name in sorted(found, key=natural)), "torch")
+
+
+SHARDS = Sharded(".safetensors", safetensors_file.tensors, safetensors_file.contents, safetensors_file.write)
+TORCH_SHARDS = Sharded(
+    ".bin", torch_tensors, torch_contents, lambda *given: load("torch.files").write(*given), names_ties=True
+)
 CODES = tuple(safetensors_file.CODES)
 SAFETENSORS = Format("safetensors", None, safetensors_file.read, safetensors_file.write, CODES, ties=True, metadata=True)
-SHARDED = Format(
-    "safetensors in shards", None, safetensors_file.read_index, safetensors_file.write_index, CODES, ties=True, metadata=True
-)
+SHARDED = Format("safetensors in shards", None, SHARDS.read, SHARDS.write, CODES, ties=True, metadata=True, indexed=True)
+TORCH_SHARDED = Format("torch.save in shards", "torch", TORCH_SHARDS.read, TORCH_SHARDS.write, ties=True, indexed=True)
 MSGPACK = Format("Flax msgpack", "flax", msgpack_file.read, msgpack_file.write, tree=True)
 TORCH = Format(
     "torch.save",
@@ -67,9 +84,11 @@ ORBAX = Format(
     tree=True,
 )
 INDEX = ".safetensors.index.json"
-SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX, ".pt": TORCH, ".pth": TORCH, ".bin": TORCH}
+INDEXES = {INDEX: SHARDED, ".bin.index.json": TORCH_SHARDED}
+SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX}
+SUFFIXES |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), TORCH)
 LIKE = "give the names of the target with like (--like)"
-KINDS = f"{', '.join(SUFFIXES)}, *{INDEX}, or a folder"
+KINDS = f"{', '.join(SUFFIXES)}, *{', *'.join(INDEXES)}, or a folder"
 
 
 def is_path(value: Any) -> bool:
@@ -83,8 +102,9 @@ def located(path: Path, *, source: bool) -> tuple[Format, Path]:
     Raises:
         InputError: the path says no kind, or a folder holds none or several.
     """
-    if path.name.endswith(INDEX):
-        return SHARDED, path
+    for end, kind in INDEXES.items():
+        if path.name.endswith(end):
+            return kind, path
     if path.suffix in SUFFIXES and not (source and path.is_dir() and path.suffix != ".orbax"):
         return SUFFIXES[path.suffix], path
     if source and path.is_dir():
@@ -97,17 +117,25 @@ def located(path: Path, *, source: bool) -> tuple[Format, Path]:
 
 
 def in_folder(path: Path) -> tuple[Format, Path]:
-    """What lies in a folder: an index file, one safetensors file, or Orbax's files."""
-    found = sorted(path.glob(f"*{INDEX}"))
+    """What lies in a folder: an index file, a single file, or Orbax's files; safetensors before all others.
+
+    Raises:
+        InputError: it holds no checkpoint or several, or only some of the shards of one.
+    """
+    found: list[Path] = []
+    for ends in ([INDEX], [".safetensors"], [".bin.index.json"], [end for end in SUFFIXES if end not in (".safetensors", ".orbax")]):
+        found = [file for file in sorted(path.iterdir()) if file.is_file() and any(file.name.endswith(end) for end in ends)]
+        if found:
+            break
+    lonely = [file.name for file in found if (of := NUMBERED.search(file.stem)) and int(of[2]) > 1]
+    if lonely:
+        raise InputError(f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too")
     if len(found) == 1:
-        return SHARDED, found[0]
-    singles = sorted(path.glob("*.safetensors"))
-    if not found and len(singles) == 1:
-        return SAFETENSORS, singles[0]
+        return located(found[0], source=True)
     # Imported only if nothing else explains the folder.
-    if not found and not singles and load("nnx.orbax").is_checkpoint(path):
-        return ORBAX, path
-    names = ", ".join(file.name for file in [*found, *singles] or sorted(path.iterdir())[:5]) or "nothing"
+    if not found and (inner := load("nnx.orbax").checkpoint_in(path)):
+        return ORBAX, inner
+    names = ", ".join(file.name for file in found or sorted(path.iterdir())[:5]) or "nothing"
     raise InputError(
         f"{path} holds {names}; a folder must hold one *{INDEX} with its shards, one .safetensors file, "
         "or an Orbax checkpoint: give the path of the file that is meant"
@@ -217,8 +245,10 @@ class Target(Tree):
         """Why what stands there is not replaced, '' if nothing does or it may be."""
         if not self.path.exists():
             return ""
-        if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_checkpoint(self.path)):
+        if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_tree(self.path)):
             return f"{self.path} is a folder that holds no such checkpoint, and is not replaced; give another name"
+        if self.path.is_dir() and (others := load("nnx.orbax").strangers(self.path)):
+            return f"{self.path} holds {', '.join(others[:4])}, which is not Orbax's, and is not replaced; give another name"
         if self.format is ORBAX and not self.path.is_dir():
             return f"{self.path} is a file, and an Orbax checkpoint is a folder; give another name"
         do = "pass overwrite=True (--overwrite) to replace it, or give another name"
@@ -248,8 +278,8 @@ class Target(Tree):
             InputError: the disk is full, or what was read back is not what was written.
         """
         metadata = self.metadata | ({"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {})
-        before = safetensors_file.listed_shards(self.path) if self.format is SHARDED and self.path.exists() else []
-        made = self.format is SHARDED and not self.path.parent.exists()
+        before = listed_shards(self.path) if self.format.indexed and self.path.exists() else []
+        made = self.format.indexed and not self.path.parent.exists()
         further: list[Path] = []
         try:
             self.path.parent.mkdir(exist_ok=True)

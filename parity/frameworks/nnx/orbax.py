@@ -1,33 +1,77 @@
 """Orbax folders, read leaf by leaf."""
 
 import contextlib
+import fnmatch
+import glob
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
 from parity.errors import InputError, first_line
-from parity.weights.files import Contents, Slot, flax_leaf
+from parity.weights.files import Contents, Slot, flax_leaf, remove
+from parity.weights.leaf import DTYPES
+from parity.weights.paths import natural
 
-MARKS = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
+# One of these lies in a folder that holds a tree of arrays.
+MARKS = ("_METADATA", "manifest.ocdbt")
+# Under what name the weights are saved beside other items, such as an optimizer's.
+ITEMS = ("default", "state", "train_state", "params", "model", "pytree", "variables")
+# All that Orbax puts into the folder of a tree; the last two are patterns.
+OWN = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "manifest.ocdbt", "commit_success.txt")
+OWN += ("array_metadatas", "d", "ocdbt.process_*", "*.zarr*")
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is what Orbax writes."""
+def is_tree(path: Path) -> bool:
+    """Whether a folder holds a tree of arrays as Orbax writes it."""
     return any((path / mark).exists() for mark in MARKS)
 
 
+def strangers(path: Path) -> list[str]:
+    """What lies in a folder and is not Orbax's."""
+    return [file.name for file in sorted(path.iterdir()) if not any(fnmatch.fnmatchcase(file.name, own) for own in OWN)]
+
+
+def checkpoint_in(path: Path) -> Path | None:
+    """The tree of arrays in a folder: the folder itself, or of a step of a CheckpointManager the item with the weights.
+
+    Raises:
+        InputError: there are several steps or items, and none is the one to take.
+    """
+    if is_tree(path):
+        return path
+    folders = [child for child in sorted(path.iterdir()) if child.is_dir()] if path.is_dir() else []
+    items = [child for child in folders if is_tree(child)]
+    steps = [child for child in folders if re.search(r"(^|[_-])\d+$", child.name) and step_holds(child)]
+    if steps:
+        names = ", ".join(sorted((step.name for step in steps), key=natural))
+        raise InputError(f"{path} holds steps: {names}; give the folder of the one that is meant, such as {steps[-1]}")
+    chosen = items if len(items) == 1 else [child for child in items if child.name in ITEMS]
+    if len(chosen) == 1 or not items:
+        return chosen[0] if chosen else None
+    names = ", ".join(child.name for child in items)
+    raise InputError(f"{path} holds items: {names}; give the folder of the one that is meant, such as {items[0]}")
+
+
+def step_holds(path: Path) -> bool:
+    return is_tree(path) or any(is_tree(child) for child in path.iterdir() if child.is_dir())
+
+
 def read(path: Path) -> Contents:
-    """Open an Orbax folder; a step of a CheckpointManager's is looked for under `default` too.
+    """Open an Orbax folder, or the item with the weights in one.
 
     Raises:
         InputError: it is none, or is damaged.
     """
-    folder = next((found for found in (path, path / "default", path / "state") if (found / "_METADATA").exists()), path)
+    folder = checkpoint_in(path) or path
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:
         with quiet():
@@ -47,8 +91,12 @@ def read(path: Path) -> Contents:
             leaves.append(flax_leaf(keys, tuple(entry.shape), str(np.dtype(entry.dtype)), (str(path), keys), read_leaf))
         else:
             others.append(".".join(keys))
-    notes = (f"{path.name}: no arrays, so left out: {', '.join(others)}",) if others else ()
-    return Contents(tuple(leaves), "flax", metadata, notes)
+    notes = [f"{path.name}: no arrays, so left out: {', '.join(others)}"] if others else []
+    if folder != path:
+        beside = [child.name for child in sorted(path.iterdir()) if child != folder and is_tree(child)]
+        left = f"; left out: {', '.join(beside)}" if beside else ""
+        notes.append(f"{path.name}: the weights are the item {folder.name!r}{left}")
+    return Contents(tuple(leaves), "flax", metadata, tuple(notes))
 
 
 def walk(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -99,26 +147,72 @@ def matching(node: Mapping[Any, Any], key: str) -> Any:
     return next(own for own in node if str(own) == key)
 
 
-def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
-    """Write a folder that Orbax restores as a tree of dicts; tied arrays under each name.
+class Later:
+    """An array that is made when Orbax is about to write it."""
 
-    Orbax takes the tree whole, so that all arrays that had to be converted are in memory at once.
+    def __init__(self, slot: Slot, arrays: Mapping[str, np.ndarray], writer: "OneByOne"):
+        self.path, self.arrays, self.writer = slot.paths[0], arrays, writer
+        self.shape, self.dtype, self.ndim = slot.shape, DTYPES[slot.dtype], len(slot.shape)
+        self.size = math.prod(slot.shape)
+        self.nbytes = slot.bytes
+
+    def read(self) -> np.ndarray:
+        """The array itself."""
+        if self.writer.stopped:
+            raise CancelledError
+        try:
+            return self.arrays[self.path]
+        except BaseException as error:
+            # Orbax would wrap it up in one of its own.
+            self.writer.error = error
+            raise
+
+
+class OneByOne(NumpyHandler):
+    """Writes arrays one after the other: Orbax's own handler takes all of them at once.
+
+    Attributes:
+        stopped: whether no further array is to be written.
+        error: what was raised when an array was made.
     """
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+        self.stopped = False
+        self.error: BaseException | None = None
+
+    async def _background_serialize(self, values: Any, infos: Any, args: Any = None) -> None:
+        for value, info, arg in zip(values, infos, args, strict=True):
+            await super()._background_serialize([value.read()], [info], [arg])
+
+
+def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
+    """Write a folder that Orbax restores as a tree of dicts, one array after the other; tied arrays under each name."""
     tree: dict[str, Any] = {}
+    writer = OneByOne()
     for slot in slots:
-        array = arrays[slot.paths[0]]
         for name in slot.paths:
             *branch, last = name.split(".")
             node = tree
             for key in branch:
                 node = node.setdefault(key, {})
-            node[last] = array
+            node[last] = Later(slot, arrays, writer)
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=create_type_handler_registry((Later, writer)))
     try:
-        with quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(path.resolve(), args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
+        with quiet(), ocp.Checkpointer(handler) as checkpointer:
+            try:
+                checkpointer.save(path.resolve(), args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
+            finally:
+                # After an interrupt its threads must not go on in a folder that is being taken away.
+                writer.stopped = True
     except Exception as error:
+        if writer.error is not None:
+            raise writer.error from None
         # TensorStore reports a full disk by ValueError, Orbax by several types.
         raise OSError(first_line(error)) from error
+    finally:
+        for left in path.parent.glob(f"{glob.escape(path.name)}.orbax-checkpoint-tmp*"):
+            remove(left)
     return []
 
 
