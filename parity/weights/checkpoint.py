@@ -14,7 +14,7 @@ from parity.errors import InputError, TransferError
 from parity.frameworks import load
 from parity.weights import msgpack_file, safetensors_file
 from parity.weights.claims import claimed
-from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, remove, same_bits
+from parity.weights.files import Contents, Side, Slot, Tree, below, beside, nested, remove, same_bits, unwritable, weights_of
 from parity.weights.leaf import DTYPES, Layer, Leaf
 from parity.weights.naming import derived, side
 from parity.weights.pairing import room_of
@@ -60,9 +60,7 @@ def torch_contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path)
 
 
 SHARDS = Sharded(".safetensors", safetensors_file.tensors, safetensors_file.contents, safetensors_file.write)
-TORCH_SHARDS = Sharded(
-    ".bin", torch_tensors, torch_contents, lambda *given: load("torch.files").write(*given), names_ties=True
-)
+TORCH_SHARDS = Sharded(".bin", torch_tensors, torch_contents, lambda *given: load("torch.files").write(*given), names_ties=True)
 CODES = tuple(safetensors_file.CODES)
 SAFETENSORS = Format("safetensors", None, safetensors_file.read, safetensors_file.write, CODES, ties=True, metadata=True)
 SHARDED = Format("safetensors in shards", None, SHARDS.read, SHARDS.write, CODES, ties=True, metadata=True, indexed=True)
@@ -89,6 +87,22 @@ SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX}
 SUFFIXES |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), TORCH)
 LIKE = "give the names of the target with like (--like)"
 KINDS = f"{', '.join(SUFFIXES)}, *{', *'.join(INDEXES)}, or a folder"
+
+
+def check_name(path: Path) -> None:
+    """Refuse what cannot be the name of a file or folder here.
+
+    Raises:
+        InputError: it is too long, holds a character that is not allowed, or lies where nobody may look.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        # Told in better words by whoever wants to read it, or to write there.
+        return
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{str(path)!r} cannot be used: {reason}; check the path") from error
 
 
 def is_path(value: Any) -> bool:
@@ -123,13 +137,20 @@ def in_folder(path: Path) -> tuple[Format, Path]:
         InputError: it holds no checkpoint or several, or only some of the shards of one.
     """
     found: list[Path] = []
-    for ends in ([INDEX], [".safetensors"], [".bin.index.json"], [end for end in SUFFIXES if end not in (".safetensors", ".orbax")]):
+    for ends in (
+        [INDEX],
+        [".safetensors"],
+        [".bin.index.json"],
+        [end for end in SUFFIXES if end not in (".safetensors", ".orbax")],
+    ):
         found = [file for file in sorted(path.iterdir()) if file.is_file() and any(file.name.endswith(end) for end in ends)]
         if found:
             break
     lonely = [file.name for file in found if (of := NUMBERED.search(file.stem)) and int(of[2]) > 1]
     if lonely:
-        raise InputError(f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too")
+        raise InputError(
+            f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too"
+        )
     if len(found) == 1:
         return located(found[0], source=True)
     # Imported only if nothing else explains the folder.
@@ -145,13 +166,22 @@ def in_folder(path: Path) -> tuple[Format, Path]:
 class Source(Tree):
     """An opened checkpoint.
 
+    Args:
+        path: where.
+        key: the part of it that is meant, where it holds more than one model's weights.
+
     Raises:
-        InputError: it is of no known kind, damaged, or would run code.
+        InputError: it is of no known kind, damaged, would run code, or has nothing under the key.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: str = ""):
+        check_name(path)
         self.format, self.path = located(path, source=True)
-        self.contents = self.format.read(self.path)
+        if self.format is TORCH:
+            self.contents = load("torch.files").read(self.path, key)
+        else:
+            found = self.format.read(self.path)
+            self.contents = below(found, key, self.path) if key else weights_of(found, self.path)
         self.NAME, self.notes = self.contents.side, self.contents.notes
 
     def leaves(self, value: Any) -> list[Leaf]:
@@ -179,6 +209,7 @@ class Target(Tree):
     def __init__(
         self, path: Path, source: Any, like: Any, rename: Any, ignore: Iterable[str], *, overwrite: bool, verify: bool
     ):
+        check_name(path)
         self.format, self.path = located(path, source=False)
         self.given, self.overwrite, self.verify = path, overwrite, verify
         room = room_of(source, "source")
@@ -239,10 +270,15 @@ class Target(Tree):
         slots = self.slots(dtypes)
         if self.format is ORBAX:
             place += load("nnx.orbax").refusals(slots)
+        place += unwritable(name for slot in slots for name in slot.paths)
         return place + (nested(name for slot in slots for name in slot.paths) if self.format.tree else []) + self.full(slots)
 
     def occupied(self) -> str:
         """Why what stands there is not replaced, '' if nothing does or it may be."""
+        if self.path.is_symlink():
+            return f"{self.path} is a link to {os.readlink(self.path)}; give the path of the file itself, or another name"
+        if self.format is SHARDED and self.given != self.path and (others := self.others()):
+            return f"{self.given} holds {', '.join(others[:4])} already, a checkpoint of another name; give another folder"
         if not self.path.exists():
             return ""
         if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_tree(self.path)):
@@ -253,6 +289,13 @@ class Target(Tree):
             return f"{self.path} is a file, and an Orbax checkpoint is a folder; give another name"
         do = "pass overwrite=True (--overwrite) to replace it, or give another name"
         return "" if self.overwrite else f"{self.path} exists; {do}"
+
+    def others(self) -> list[str]:
+        """Checkpoints in the folder that is to become one, other than the one to be replaced."""
+        files = sorted(self.given.iterdir()) if self.given.is_dir() else []
+        old = [self.path, *listed_shards(self.path)] if self.path.exists() else []
+        ends = (INDEX, ".safetensors")
+        return [f.name for f in files if f not in old and f.name.endswith(ends) and not NUMBERED.search(f.stem)]
 
     def folder(self) -> str:
         """Why the folder takes no new file, '' if it does."""
@@ -282,12 +325,14 @@ class Target(Tree):
         made = self.format.indexed and not self.path.parent.exists()
         further: list[Path] = []
         try:
-            self.path.parent.mkdir(exist_ok=True)
             with beside(self.path) as temporary:
                 slots = self.slots(arrays)
                 further = self.format.write(temporary, slots, arrays, metadata)
                 if self.verify:
                     compare(self.format.read(temporary), slots, arrays, self.path)
+                if problem := self.occupied():
+                    # Somebody else was faster.
+                    raise TransferError(problem, [problem])
         except BaseException:
             for file in further:
                 remove(file)

@@ -14,7 +14,19 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parity.errors import InputError, listed
-from parity.weights.files import Contents, Mapped, Slot, looks_like, make_leaf, once, put, side_of, size_of
+from parity.weights.files import (
+    Contents,
+    Mapped,
+    Slot,
+    impossible,
+    looks_like,
+    make_leaf,
+    once,
+    put,
+    side_of,
+    size_of,
+    unwritable,
+)
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import natural
 
@@ -105,6 +117,8 @@ def parse_header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any],
 
 def entry_problem(name: str, entry: Any) -> str:
     """What is wrong with a tensor's entry in the header, '' if nothing is."""
+    if problem := unwritable([name]):
+        return problem[0]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return f"{name} is described by {str(entry)[:60]}, not by dtype, shape and data_offsets"
     if entry["dtype"] not in NAMES:
@@ -115,6 +129,8 @@ def entry_problem(name: str, entry: Any) -> str:
     if not whole or not all(type(number) is int and 0 <= number < 2**63 for number in [*shape, *offsets]):
         return f"{name} has shape {shape} and data_offsets {offsets}, which are no sizes"
     wanted = math.prod(shape) * DTYPES[NAMES[entry["dtype"]]].itemsize
+    if (reason := impossible(tuple(shape), NAMES[entry["dtype"]])) and offsets[1] - offsets[0] == wanted:
+        return f"{name} {reason}"
     if offsets[1] - offsets[0] != wanted:
         return f"{name} takes {wanted:,} bytes by its shape and dtype, but {offsets[1] - offsets[0]:,} by its data_offsets"
     return ""

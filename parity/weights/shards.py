@@ -86,9 +86,7 @@ class Sharded:
         others = [name for name in others if NUMBERED.sub("", name.removesuffix(self.end)) in stems]
         return [f"{path.name}: not named by it, so not read: {', '.join(others)}"] if others else []
 
-    def write(
-        self, path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
-    ) -> list[Path]:
+    def write(self, path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
         """Write shards beside an index file, under names that no file has yet, and return them.
 
         Until the index stands, nothing points at them; the shards of an older index stay.

@@ -125,6 +125,7 @@ def transfer(
     cast: str | None = None,
     copy: bool = True,
     like: Any = None,
+    key: str = "",
     overwrite: bool = False,
     verify: bool = False,
     dry: bool = False,
@@ -155,6 +156,9 @@ def transfer(
         like: a model, tree or checkpoint whose names, shapes and dtypes a target path takes on. Without
             it names stay as they are between files and models of one framework; across, the layers
             of a model decide, and of a checkpoint only what its names make certain is converted.
+        key: the part of a source checkpoint that is meant, where it holds more than one model's weights: a
+            dotted path such as `ema` or `state_dict.model`. Without it the weights of a training state are
+            taken, and what is left out is told.
         overwrite: whether a checkpoint that exists is replaced.
         verify: whether the result is read back and compared bit for bit; a checkpoint before it takes
             its place.
@@ -174,7 +178,10 @@ def transfer(
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     if isinstance(rename, str | os.PathLike):
         rename = read_rename(Path(rename))
-    source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
+    if key and not is_path(source):
+        raise InputError("key is for a source that is a path; of a model or tree give the part that is meant")
+    source = Source(Path(source), key) if is_path(source) else source
+    like = Source(Path(like)) if is_path(like) else like
     if is_path(target):
         target = Target(Path(target), source, like, rename, ignore, overwrite=overwrite, verify=verify)
     elif like is not None or overwrite:

@@ -217,9 +217,9 @@ TORCH = {
     "none": (lambda: {}, "holds no tensors: nothing"),
     "several": (
         lambda: {"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}},
-        "holds tensors under state_dict, model; load it with torch.load and give the state_dict that is meant",
+        "holds tensors under state_dict, model; say which are meant with key, such as key='state_dict' (--key)",
     ),
-    "unknown": (lambda: {"generator": {"w": torch.ones(1)}}, "holds tensors under generator; load it with torch.load"),
+    "unknown": (lambda: {"generator": {"w": torch.ones(1)}}, "holds tensors under generator; say which are meant with key, such as key='generator' (--key)"),
 }
 
 
