@@ -154,8 +154,8 @@ def in_folder(path: Path) -> tuple[Format, Path]:
     if len(found) == 1:
         return located(found[0], source=True)
     # Imported only if nothing else explains the folder.
-    if not found and (inner := load("nnx.orbax").checkpoint_in(path)):
-        return ORBAX, inner
+    if not found and load("nnx.orbax").checkpoint_in(path):
+        return ORBAX, path
     names = ", ".join(file.name for file in found or sorted(path.iterdir())[:5]) or "nothing"
     raise InputError(
         f"{path} holds {names}; a folder must hold one *{INDEX} with its shards, one .safetensors file, "

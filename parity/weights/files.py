@@ -92,7 +92,7 @@ class Slot:
     @property
     def bytes(self) -> int:
         """Its size in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def make_leaf(
@@ -156,13 +156,11 @@ def renamed(leaf: Leaf, path: str, contents: Contents) -> Leaf:
 def weights_of(contents: Contents, path: Path) -> Contents:
     """What a model takes of a training state: its collections of variables, without the optimizer and the step."""
     tops = list(dict.fromkeys(leaf.path.partition(".")[0] for leaf in contents.leaves))
-    if (
-        len(tops) == 1
-        and tops[0] not in COLLECTIONS
-        and any(leaf.path.startswith(f"{tops[0]}.opt_state.") for leaf in contents.leaves)
-    ):
-        inner = below(contents, tops[0], path)
-        note = f"{path.name}: the training state is under {tops[0]!r}"
+    states = [top for top in tops if any(leaf.path.startswith(f"{top}.opt_state.") for leaf in contents.leaves)]
+    if len(states) == 1:
+        inner = below(contents, states[0], path)
+        others = ", ".join(top for top in tops if top != states[0])
+        note = f"{path.name}: the training state is under {states[0]!r}{f'; left out: {others}' if others else ''}"
         return weights_of(dataclasses.replace(inner, notes=(*inner.notes, note)), path)
     if "params" not in tops or "opt_state" not in tops:
         return contents

@@ -134,12 +134,13 @@ def inside(file: str) -> bool:
 
 def shards(slots: list[Slot]) -> Iterator[list[Slot]]:
     """The arrays in files of at most `SHARD` bytes, in natural order."""
-    group: list[Slot] = []
+    group, size = list[Slot](), 0
     for slot in sorted(slots, key=lambda slot: natural(slot.paths[0])):
-        if group and sum(s.bytes for s in group) + slot.bytes > SHARD:
+        if group and size + slot.bytes > SHARD:
             yield group
-            group = []
+            group, size = [], 0
         group.append(slot)
+        size += slot.bytes
     yield group
 
 

@@ -243,7 +243,8 @@ class Sent(Mapping[str, Any]):
         for p in pairing.pairs:
             self.pairs.setdefault(p.target.array_path, []).append(p)
         self.zeros = {leaf.path: leaf for leaf in pairing.zeros}
-        self.asked, self.notes = dict[str, int](), dict[str, str]()
+        self.asked, self.notes = set[str](), dict[str, str]()
+        self.sent, self.all = 0, sum(map(self.bytes, self)) if progress else 0
 
     def __getitem__(self, path: str) -> Any:
         if path in self.zeros:
@@ -259,19 +260,20 @@ class Sent(Mapping[str, Any]):
         """Note what is in an array that is asked for the first time, and tell of its bytes."""
         if path in self.asked:
             return
-        self.asked[path] = self.bytes(path)
+        self.asked.add(path)
         for p, array in arrived:
             if p.source.from_file and (gone := count_nan(array)):
                 note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
                 self.notes[p.target.path] = note
         if self.progress:
-            self.progress(sum(self.asked.values()), sum(map(self.bytes, self)), name)
+            self.sent += self.bytes(path)
+            self.progress(self.sent, self.all, name)
 
     def bytes(self, path: str) -> int:
         """The size of an array on arrival."""
         if path in self.zeros:
             leaf = self.zeros[path]
-            return int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+            return math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize
         return sum(entry(p, self.dtypes[p.target.path], shared=False).bytes for p in self.pairs[path])
 
     def __iter__(self) -> Iterator[str]:

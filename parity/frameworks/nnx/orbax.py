@@ -25,9 +25,9 @@ from parity.weights.paths import natural
 MARKS = ("_METADATA", "manifest.ocdbt")
 # Under what name the weights are saved beside other items, such as an optimizer's.
 ITEMS = ("default", "state", "train_state", "params", "model", "pytree", "variables")
-# All that Orbax puts into the folder of a tree; the last two are patterns.
+# All that Orbax puts into the folder of a tree; the last one is a pattern.
 OWN = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "manifest.ocdbt", "commit_success.txt")
-OWN += ("array_metadatas", "d", "ocdbt.process_*", "*.zarr*")
+OWN += ("array_metadatas", "d", "ocdbt.process_*")
 
 
 def is_tree(path: Path) -> bool:
@@ -37,7 +37,9 @@ def is_tree(path: Path) -> bool:
 
 def strangers(path: Path) -> list[str]:
     """What lies in a folder and is not Orbax's."""
-    return [file.name for file in sorted(path.iterdir()) if not any(fnmatch.fnmatchcase(file.name, own) for own in OWN)]
+    others = [file for file in sorted(path.iterdir()) if not any(fnmatch.fnmatchcase(file.name, own) for own in OWN)]
+    # Without OCDBT each array has a folder of its own.
+    return [file.name for file in others if not ((file / ".zarray").exists() or (file / "zarr.json").exists())]
 
 
 def checkpoint_in(path: Path) -> Path | None:
@@ -52,13 +54,14 @@ def checkpoint_in(path: Path) -> Path | None:
     items = [child for child in folders if is_tree(child)]
     steps = [child for child in folders if re.search(r"(^|[_-])\d+$", child.name) and step_holds(child)]
     if steps:
-        names = ", ".join(sorted((step.name for step in steps), key=natural))
-        raise InputError(f"{path} holds steps: {names}; give the folder of the one that is meant, such as {steps[-1]}")
+        names = sorted((step.name for step in steps), key=natural)
+        such = f"give the folder of the one that is meant, such as {path / names[-1]}"
+        raise InputError(f"{path} holds steps: {', '.join(names)}; {such}")
     chosen = items if len(items) == 1 else [child for child in items if child.name in ITEMS]
     if len(chosen) == 1 or not items:
         return chosen[0] if chosen else None
-    names = ", ".join(child.name for child in items)
-    raise InputError(f"{path} holds items: {names}; give the folder of the one that is meant, such as {items[0]}")
+    found = ", ".join(child.name for child in items)
+    raise InputError(f"{path} holds items: {found}; give the folder of the one that is meant, such as {items[0]}")
 
 
 def step_holds(path: Path) -> bool:
@@ -77,6 +80,8 @@ def read(path: Path) -> Contents:
         with quiet():
             found = checkpointer.metadata(folder.resolve())
         item = found.item_metadata
+        if item is None:
+            raise ValueError("nothing says which arrays it holds, as in folders of old versions; save it anew with Orbax")
         tree, own = item.tree, item.custom_metadata or {}
     except Exception as error:
         # Orbax reports damage by many types, AttributeError among them.
