@@ -1,13 +1,15 @@
 """Orbax folders, read leaf by leaf."""
 
+import asyncio
 import contextlib
 import fnmatch
 import glob
 import logging
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ def read(path: Path) -> Contents:
         if item is None:
             raise ValueError("nothing says which arrays it holds, as in folders of old versions; save it anew with Orbax")
         tree, own = item.tree, item.custom_metadata or {}
+        with quiet():
+            stored = dict(walk(located(folder.resolve(), tree)))
     except Exception as error:
         # Orbax reports damage by many types, AttributeError among them.
         raise InputError(
@@ -91,8 +95,8 @@ def read(path: Path) -> Contents:
     metadata = {str(key): value for key, value in own.items() if isinstance(value, str)}
     leaves, others = [], []
     for keys, entry in walk(tree):
-        if hasattr(entry, "shape") and hasattr(entry, "dtype") and entry.dtype is not None:
-            read_leaf = reader(checkpointer, folder.resolve(), tree, keys)
+        if is_array(entry):
+            read_leaf = reader(stored[keys], f"{'.'.join(keys)} of {folder}")
             leaves.append(flax_leaf(keys, tuple(entry.shape), str(np.dtype(entry.dtype)), (str(path), keys), read_leaf))
         else:
             others.append(".".join(keys))
@@ -115,41 +119,64 @@ def walk(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...
         yield keys, tree
 
 
-def only(tree: Any, keys: tuple[str, ...]) -> Any:
-    """The tree with placeholders for all but one leaf: what is behind those is not read."""
+def is_array(entry: Any) -> bool:
+    """Whether what Orbax tells of a leaf is of an array or a number."""
+    return hasattr(entry, "shape") and hasattr(entry, "dtype") and entry.dtype is not None
+
+
+class Stored:
+    """An array in a folder of Orbax's that has not been read."""
+
+    def __init__(self, info: Any, wanted: Any):
+        self.info, self.wanted = info, wanted
+
+    def read(self) -> np.ndarray:
+        """The array itself."""
+        # In a thread of its own: in a notebook this one has a loop that is running.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, NumpyHandler().deserialize([self.info], [self.wanted])).result()[0]
+
+
+class Finder(NumpyHandler):
+    """Tells where arrays are stored: Orbax's own handler reads all of them at once."""
+
+    async def deserialize(self, infos: Any, args: Any = None) -> list[Any]:
+        """One `Stored` for each array."""
+        return [Stored(info, wanted) for info, wanted in zip(infos, args, strict=True)]
+
+
+def located(folder: Path, tree: Any) -> Any:
+    """The tree with a `Stored` in the place of each array, found in one pass over the folder."""
+    wanted = [is_array(entry) for _, entry in walk(tree)]
+    structure = jax.tree.structure(plain(tree))
+    item = jax.tree.unflatten(structure, [0 if one else ocp.PLACEHOLDER for one in wanted])
+    ways = jax.tree.unflatten(structure, [ocp.RestoreArgs(restore_type=Stored)] * len(wanted))
+    return ocp.Checkpointer(handled_by(Stored, Finder())).restore(
+        folder, args=ocp.args.PyTreeRestore(item=item, restore_args=ways)
+    )
+
+
+def plain(tree: Any) -> Any:
+    """The tree's dicts and lists, in the order of `walk`, with a number at each leaf."""
     if isinstance(tree, Mapping):
-        return {key: only(value, keys[1:] if keys and str(key) == keys[0] else ()) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [only(value, keys[1:] if keys and str(i) == keys[0] else ()) for i, value in enumerate(tree)]
-    return ocp.PLACEHOLDER
+        return OrderedDict((key, plain(value)) for key, value in tree.items())
+    return [plain(value) for value in tree] if isinstance(tree, list | tuple) else 0
 
 
-def reader(checkpointer: Any, folder: Path, tree: Any, keys: tuple[str, ...]) -> Callable[[], np.ndarray]:
+def reader(stored: Stored, name: str) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
-        item = only(tree, keys)
-        node = item
-        for key in keys[:-1]:
-            node = node[int(key)] if isinstance(node, list) else node[matching(node, key)]
-        last: Any = int(keys[-1]) if isinstance(node, list) else matching(node, keys[-1])
-        node[last] = 0
-        wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         try:
             with quiet():
-                found = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=wanted))
+                return np.asarray(stored.read())
         except Exception as error:
-            raise InputError(
-                f"{'.'.join(keys)} of {folder} cannot be read: {first_line(error)}; fetch or write it again"
-            ) from error
-        for key in keys:
-            found = found[int(key)] if isinstance(found, list | tuple) else found[matching(found, key)]
-        return np.asarray(found)
+            raise InputError(f"{name} cannot be read: {first_line(error)}; fetch or write it again") from error
 
     return read
 
 
-def matching(node: Mapping[Any, Any], key: str) -> Any:
-    """The key itself, where it may be a number."""
-    return next(own for own in node if str(own) == key)
+def handled_by(kind: type, handler: NumpyHandler) -> ocp.PyTreeCheckpointHandler:
+    """What writes and reads trees whose leaves are of one kind."""
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=create_type_handler_registry((kind, handler)))
 
 
 class Later:
@@ -174,12 +201,15 @@ class Later:
 
 
 class OneByOne(NumpyHandler):
-    """Writes arrays one after the other: Orbax's own handler takes all of them at once.
+    """Writes large arrays one after the other: Orbax's own handler takes all of them at once.
 
     Attributes:
         stopped: whether no further array is to be written.
         error: what was raised when an array was made.
     """
+
+    # Bytes of small arrays that are written together.
+    TOGETHER = 8 << 20
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -187,8 +217,15 @@ class OneByOne(NumpyHandler):
         self.error: BaseException | None = None
 
     async def _background_serialize(self, values: Any, infos: Any, args: Any = None) -> None:
-        for value, info, arg in zip(values, infos, args, strict=True):
-            await super()._background_serialize([value.read()], [info], [arg])
+        begin = 0
+        while begin < len(values):
+            end, size = begin + 1, values[begin].nbytes
+            while end < len(values) and size + values[end].nbytes <= self.TOGETHER:
+                size += values[end].nbytes
+                end += 1
+            made = [value.read() for value in values[begin:end]]
+            await super()._background_serialize(made, infos[begin:end], args[begin:end])
+            begin = end
 
 
 def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
@@ -202,9 +239,8 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
             for key in branch:
                 node = node.setdefault(key, {})
             node[last] = Later(slot, arrays, writer)
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=create_type_handler_registry((Later, writer)))
     try:
-        with quiet(), ocp.Checkpointer(handler) as checkpointer:
+        with quiet(), ocp.Checkpointer(handled_by(Later, writer)) as checkpointer:
             try:
                 checkpointer.save(path.resolve(), args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
             finally:
