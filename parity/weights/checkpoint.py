@@ -1,5 +1,6 @@
 """Checkpoint files as source and target of a transfer: which kind, under which names, and replaced in one step."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -337,7 +338,9 @@ class Target(Tree):
             for file in further:
                 remove(file)
             if made:
-                remove(self.path.parent)
+                # Only if nobody put anything else there.
+                with contextlib.suppress(OSError):
+                    self.path.parent.rmdir()
             raise
         for file in set(before) - set(further):
             remove(file)

@@ -93,7 +93,8 @@ class Sharded:
         """
         groups, names, written = list(shards(slots)), dict[str, str](), list[Path]()
         # The index is written under a name that begins with a dot and its own name.
-        stem = path.name.removeprefix(".").partition(f"{self.end}.index.json")[0] or "model"
+        stem, own, _ = path.name.removeprefix(".").partition(f"{self.end}.index.json")
+        stem = stem if own and stem else "model"
         if any(path.parent.glob(f"{glob.escape(stem)}-*-of-*{self.end}")):
             stem = f"{stem}-{secrets.token_hex(3)}"
         try:

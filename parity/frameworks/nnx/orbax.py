@@ -249,6 +249,8 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
     except Exception as error:
         if writer.error is not None:
             raise writer.error from None
+        if isinstance(error, OSError):
+            raise
         # TensorStore reports a full disk by ValueError, Orbax by several types.
         raise OSError(first_line(error)) from error
     finally:

@@ -219,7 +219,10 @@ TORCH = {
         lambda: {"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}},
         "holds tensors under state_dict, model; say which are meant with key, such as key='state_dict' (--key)",
     ),
-    "unknown": (lambda: {"generator": {"w": torch.ones(1)}}, "holds tensors under generator; say which are meant with key, such as key='generator' (--key)"),
+    "unknown": (
+        lambda: {"generator": {"w": torch.ones(1)}},
+        "holds tensors under generator; say which are meant with key, such as key='generator' (--key)",
+    ),
 }
 
 
