@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -118,8 +119,8 @@ def loaded(path: Path) -> tuple[Any, dict[int, int]]:
     # Only the zip archives of torch 1.6 and later can be mapped.
     zipped = start.startswith(b"PK")
     try:
-        stored = entries(path) if zipped else {}
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), stored
+        stored, own_order = entries(path) if zipped else ({}, False)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped and own_order), stored
     except InputError:
         raise
     except Exception as error:
@@ -127,8 +128,10 @@ def loaded(path: Path) -> tuple[Any, dict[int, int]]:
         raise InputError(refusal(path, start, error)) from error
 
 
-def entries(path: Path) -> dict[int, int]:
-    """The size of each entry of an archive, by where its bytes begin in the file.
+def entries(path: Path) -> tuple[dict[int, int], bool]:
+    """The size of each entry of an archive by where its bytes begin in the file, and whether they are in this machine's order.
+
+    Those in the other order torch turns round in the memory that it mapped, where they are lost as soon as it is given back.
 
     Raises:
         InputError: something in it is compressed: torch would take compressed bytes for the array itself.
@@ -141,7 +144,8 @@ def entries(path: Path) -> dict[int, int]:
                 f"{path} holds compressed entries, such as {packed[0]}, which torch.save never writes; "
                 "unpack it and pack it again without compression"
             )
-        return {data_offset(file, info): info.file_size for info in infos}
+        order = next((archive.read(info) for info in infos if info.filename.endswith("/byteorder")), sys.byteorder.encode())
+        return {data_offset(file, info): info.file_size for info in infos}, order == sys.byteorder.encode()
 
 
 def refusal(path: Path, start: bytes, error: Exception) -> str:
