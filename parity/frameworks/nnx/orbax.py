@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import ctypes
 import fnmatch
 import glob
 import logging
 import math
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -30,6 +32,10 @@ ITEMS = ("default", "state", "train_state", "params", "model", "pytree", "variab
 # All that Orbax puts into the folder of a tree; the last one is a pattern.
 OWN = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "manifest.ocdbt", "commit_success.txt")
 OWN += ("array_metadatas", "d", "ocdbt.process_*")
+
+
+# One thread for all reads: each new one would keep memory of its own.
+READER = ThreadPoolExecutor(1, thread_name_prefix="parity-orbax")
 
 
 def is_tree(path: Path) -> bool:
@@ -132,9 +138,16 @@ class Stored:
 
     def read(self) -> np.ndarray:
         """The array itself."""
+        give_back()
         # In a thread of its own: in a notebook this one has a loop that is running.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, NumpyHandler().deserialize([self.info], [self.wanted])).result()[0]
+        return READER.submit(asyncio.run, NumpyHandler().deserialize([self.info], [self.wanted])).result()[0]
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps what TensorStore's threads freed, array upon array."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim:
+        trim(0)
 
 
 class Finder(NumpyHandler):
