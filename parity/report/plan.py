@@ -82,7 +82,7 @@ def folded(text: str, width: int | None, first: str = "", rest: str = "") -> lis
     if width is None or len(first) + len(text) <= width:
         return [first + text]
     width = max(width, NARROWEST)
-    lines, line = [], first
+    lines, line = list[str](), first
     for piece in re.findall(r"\S*?\.(?=\S)|\S+\s*|\s+", text):
         if len(line) + len(piece.rstrip()) > width and line.strip():
             lines, line = [*lines, line.rstrip()], rest

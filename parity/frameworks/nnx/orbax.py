@@ -30,7 +30,14 @@ MARKS = ("_METADATA", "manifest.ocdbt")
 # Under what name the weights are saved beside other items, such as an optimizer's.
 ITEMS = ("default", "state", "train_state", "params", "model", "pytree", "variables")
 # All that Orbax puts into the folder of a tree; the last one is a pattern.
-OWN = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "manifest.ocdbt", "commit_success.txt")
+OWN: tuple[str, ...] = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "_strings.json",
+    "manifest.ocdbt",
+    "commit_success.txt",
+)
 OWN += ("array_metadatas", "d", "ocdbt.process_*")
 
 
