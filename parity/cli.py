@@ -1,11 +1,16 @@
 """The command line. Exit status 0: agreement. 1: divergence, or nothing proved. 2: misuse."""
 
+import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import json
 import operator
 import os
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,16 +39,25 @@ TABLE_WIDTH = 78
 
 
 def main() -> None:
-    """Run the command line; an error of the user's is one message and exit status 2."""
+    """Run the command line; an error is one message, and exit status 1 where two models do not fit, else 2."""
     try:
         app(standalone_mode=True, prog_name="parity")
     except parity.ParityError as error:
         Console(stderr=True).print(f"parity: {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, parity.TransferError) else 2)
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and stop."""
+    if asked:
+        print(f"parity {importlib.metadata.version('torch-flax-parity')}")
+        raise typer.Exit
 
 
 @app.callback()
-def front() -> None:
+def front(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version")] = False,
+) -> None:
     """Is this Flax model the same function as that PyTorch model, and if not, which line is wrong?"""
 
 
@@ -178,11 +192,12 @@ def transfer_command(
     source: Annotated[str, typer.Argument(metavar="SRC", help="a checkpoint: a file or folder")],
     target: Annotated[str, typer.Argument(metavar="DST", help="the checkpoint to write; its end says the kind")],
     like: Annotated[str, typer.Option(help="whose names, shapes and dtypes: a checkpoint, or module:function")] = "",
+    key: Annotated[str, typer.Option(help="which weights, where SRC holds several: such as ema, or state_dict.model")] = "",
     plan: Annotated[bool, typer.Option("--plan", help="only show what would be done")] = False,
     rename: Annotated[
         str, typer.Option(help="a JSON file from names, also of slices, to names and layouts on the other side")
     ] = "",
-    save_rename: Annotated[str, typer.Option(help="write the names that were paired to a JSON file, to be edited")] = "",
+    save_rename: Annotated[str, typer.Option(help="write the paired names, and suggestions, to a JSON file to be edited")] = "",
     ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'optimizer.*'")] = None,
     cast: Annotated[str, typer.Option(help="round to a dtype such as bfloat16, or to the target's: target")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what exists")] = False,
@@ -190,21 +205,23 @@ def transfer_command(
         list[str] | None, typer.Option(help="send what torch computes from several arrays: weight_norm, lora=2.0, ..., all")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read the result back and compare it bit for bit")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
     """Convert a checkpoint: .safetensors, shards with an index, .pt, .msgpack or Orbax, under PyTorch's or Flax's names.
 
     Between PyTorch's names and Flax's a file alone does not tell which arrays are transposed; --like does.
+    Exit status 0: done; 1: source and target do not fit, and nothing was written; 2: misuse.
     """
-    if save_rename and Path(save_rename).exists() and not overwrite:
-        raise parity.InputError(f"{save_rename} exists; pass --overwrite to replace it, or give another name")
-    with progress_bar(Console(stderr=True), DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task("opening", total=None)
+    if save_rename:
+        check_place(Path(save_rename), overwrite)
+    with unwinding(), LateBar(shown=not (quiet or as_json)) as bar:
         try:
             result = parity.transfer(
                 source,
                 target,
                 like=named(like),
+                key=key,
                 rename=rename or None,
                 ignore=ignore or (),
                 cast=cast or None,
@@ -212,19 +229,73 @@ def transfer_command(
                 verify=verify,
                 merge=merge or (),
                 dry=plan,
-                progress=lambda done, total, name: bar.update(task, completed=done, total=total, description=name[-28:]),
+                progress=bar.advance,
             )
         except parity.TransferError as error:
-            save_names(save_rename, error.rename)
+            if error.plan:
+                save_names(save_rename, error.plan)
             raise
-    save_names(save_rename, result.rename)
-    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    save_names(save_rename, result)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=1))
+    elif not quiet:
+        console = Console()
+        print(result.text(console.width if console.is_terminal else None))
     raise typer.Exit(0 if result.passed else 1)
 
 
-def save_names(path: str, names: dict[str, str]) -> None:
-    if path and names:
-        Path(path).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Let the signal by which batch systems end a process be an exception, so that what is half written is taken away."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class LateBar:
+    """A bar of bytes for work that takes long; nothing where no one is looking."""
+
+    # Seconds without a bar.
+    PATIENCE = 1.0
+
+    def __init__(self, shown: bool):
+        console = Console(stderr=True)
+        self.shown = shown and console.is_terminal
+        self.bar = progress_bar(console, DownloadColumn(), TransferSpeedColumn())
+        self.task = self.bar.add_task("", total=None)
+        self.begin = time.monotonic()
+
+    def advance(self, done: int, total: int, name: str) -> None:
+        """Show how far the work is."""
+        if self.shown and time.monotonic() - self.begin > self.PATIENCE:
+            self.bar.start()
+        self.bar.update(self.task, completed=done, total=total, description=name[-28:])
+
+    def __enter__(self) -> "LateBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+def check_place(path: Path, overwrite: bool) -> None:
+    """Refuse a place for the rename file before any work is done."""
+    if path.exists() and not overwrite:
+        raise parity.InputError(f"{path} exists; pass --overwrite to replace it, or give another name")
+    if not path.parent.is_dir():
+        raise parity.InputError(f"there is no folder {path.parent}; make it first")
+
+
+def save_names(path: str, result: parity.Transfer) -> None:
+    """Write the names that were paired, and suggestions for others, to be edited."""
+    if not path or not result.draft:
+        return
+    try:
+        Path(path).write_text(json.dumps(result.draft, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise parity.InputError(f"{path} could not be written: {error.strerror}; give another name") from error
 
 
 def named(like: str) -> Any:

@@ -1,6 +1,7 @@
 """What parity raises. Every message names the values seen, what was wanted, and one thing to do."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class ParityError(Exception):
@@ -17,12 +18,14 @@ class TransferError(InputError):
     Attributes:
         problems: every problem found, one sentence each.
         rename: source and target names of the leaves that do fit, to begin a rename with.
+        plan: the `Transfer` as far as it could be planned, None where there was nothing to pair.
     """
 
-    def __init__(self, message: str, problems: Sequence[str] = (), rename: Mapping[str, str] | None = None):
+    def __init__(self, message: str, problems: Sequence[str] = (), rename: Mapping[str, str] | None = None, plan: Any = None):
         super().__init__(message)
         self.problems = tuple(problems)
         self.rename = dict(rename or {})
+        self.plan = plan
 
 
 class MissingFrameworkError(ParityError, ImportError):

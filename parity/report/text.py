@@ -4,40 +4,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
-    from parity.weights.transfer import Transfer
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
 # Findings shown for each level; the rest is in to_dict().
 SHOWN = 3
 WIDTH = 60
-
-
-def transfer_text(transfer: "Transfer") -> str:
-    """The plan as a table, then what a reader must know."""
-    size = sum(entry.bytes for entry in transfer.plan)
-    shared = sum(entry.shared for entry in transfer.plan)
-    lines = [
-        f"{len(transfer.plan)} arrays, {size:,} bytes" + (f", {shared} of them sharing memory" if shared else ", all copied")
-    ]
-    width = max((len(entry.source) for entry in transfer.plan), default=0)
-    for entry in transfer.plan:
-        dtype = entry.dtype if entry.dtype == entry.target_dtype else f"{entry.dtype} -> {entry.target_dtype}"
-        how = f"{entry.layout} by name" if entry.decided_by == "name" and entry.layout != "as is" else entry.layout
-        how = f"merged from {' and '.join(entry.merged)}, {how}" if entry.merged else how
-        lines.append(f"  {entry.source:<{width}} -> {entry.target}  {how}, {entry.shape} {dtype}, {entry.bytes:,} bytes")
-    lines += [f"  left out: {path}" for path in transfer.ignored]
-    if transfer.random:
-        lines.append(f"  random state, and what runs leave behind, stays: {len(transfer.random)} arrays")
-    lines += [f"  one array: {', '.join(names)}" for names in transfer.ties]
-    lines += [f"  tie lost: {sentence}" for sentence in transfer.lost_ties]
-    lines += [f"  setting: {sentence}" for sentence in transfer.settings]
-    lines += [f"  {sentence}" for sentence in transfer.alone]
-    lines += [f"  note: {sentence}" for sentence in transfer.notes]
-    lines += ["  read back: bit-equal"] if transfer.verified else []
-    by_name = sum(entry.decided_by == "name" for entry in transfer.plan)
-    if by_name:
-        lines.append(f"  {by_name} layouts were decided by name, no layer type being known")
-    return "\n".join(lines)
 
 
 def report_text(report: "Report") -> str:

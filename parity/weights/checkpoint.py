@@ -1,5 +1,6 @@
 """Checkpoint files as source and target of a transfer: which kind, under which names, and replaced in one step."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -14,10 +15,12 @@ from parity.errors import InputError, TransferError
 from parity.frameworks import load
 from parity.weights import msgpack_file, safetensors_file
 from parity.weights.claims import claimed
-from parity.weights.files import Contents, Side, Slot, Tree, beside, nested, remove, same_bits
+from parity.weights.files import Contents, Side, Slot, Tree, below, beside, nested, remove, same_bits, unwritable, weights_of
 from parity.weights.leaf import DTYPES, PASSING, Layer, Leaf
 from parity.weights.naming import derived, side
 from parity.weights.pairing import room_of
+from parity.weights.paths import natural
+from parity.weights.shards import NUMBERED, Sharded, listed_shards
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Format:
         ties: whether it can say that two names are one array.
         metadata: whether it has a place for text of its own.
         tree: whether its names are branches of a tree.
+        indexed: whether the file is an index of others.
     """
 
     name: str
@@ -43,13 +47,25 @@ class Format:
     ties: bool = False
     metadata: bool = False
     tree: bool = False
+    indexed: bool = False
 
 
+def torch_tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
+    """Every tensor of one file of torch.save by its name; such a file has no metadata."""
+    return {leaf.path: leaf for leaf in load("torch.files").read(path).leaves}, {}
+
+
+def torch_contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Contents:
+    """The tensors of several files of torch.save, in natural order."""
+    return Contents(tuple(found[name] for name in sorted(found, key=natural)), "torch")
+
+
+SHARDS = Sharded(".safetensors", safetensors_file.tensors, safetensors_file.contents, safetensors_file.write)
+TORCH_SHARDS = Sharded(".bin", torch_tensors, torch_contents, lambda *given: load("torch.files").write(*given), names_ties=True)
 CODES = tuple(safetensors_file.CODES)
 SAFETENSORS = Format("safetensors", None, safetensors_file.read, safetensors_file.write, CODES, ties=True, metadata=True)
-SHARDED = Format(
-    "safetensors in shards", None, safetensors_file.read_index, safetensors_file.write_index, CODES, ties=True, metadata=True
-)
+SHARDED = Format("safetensors in shards", None, SHARDS.read, SHARDS.write, CODES, ties=True, metadata=True, indexed=True)
+TORCH_SHARDED = Format("torch.save in shards", "torch", TORCH_SHARDS.read, TORCH_SHARDS.write, ties=True, indexed=True)
 MSGPACK = Format("Flax msgpack", "flax", msgpack_file.read, msgpack_file.write, tree=True)
 TORCH = Format(
     "torch.save",
@@ -67,8 +83,27 @@ ORBAX = Format(
     tree=True,
 )
 INDEX = ".safetensors.index.json"
-SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX, ".pt": TORCH, ".pth": TORCH, ".bin": TORCH}
-KINDS = f"{', '.join(SUFFIXES)}, *{INDEX}, or a folder"
+INDEXES = {INDEX: SHARDED, ".bin.index.json": TORCH_SHARDED}
+SUFFIXES = {".safetensors": SAFETENSORS, ".msgpack": MSGPACK, ".orbax": ORBAX}
+SUFFIXES |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), TORCH)
+LIKE = "give the names of the target with like (--like)"
+KINDS = f"{', '.join(SUFFIXES)}, *{', *'.join(INDEXES)}, or a folder"
+
+
+def check_name(path: Path) -> None:
+    """Refuse what cannot be the name of a file or folder here.
+
+    Raises:
+        InputError: it is too long, holds a character that is not allowed, or lies where nobody may look.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        # Told in better words by whoever wants to read it, or to write there.
+        return
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{str(path)!r} cannot be used: {reason}; check the path") from error
 
 
 def is_path(value: Any) -> bool:
@@ -82,8 +117,9 @@ def located(path: Path, *, source: bool) -> tuple[Format, Path]:
     Raises:
         InputError: the path says no kind, or a folder holds none or several.
     """
-    if path.name.endswith(INDEX):
-        return SHARDED, path
+    for end, kind in INDEXES.items():
+        if path.name.endswith(end):
+            return kind, path
     if path.suffix in SUFFIXES and not (source and path.is_dir() and path.suffix != ".orbax"):
         return SUFFIXES[path.suffix], path
     if source and path.is_dir():
@@ -96,17 +132,32 @@ def located(path: Path, *, source: bool) -> tuple[Format, Path]:
 
 
 def in_folder(path: Path) -> tuple[Format, Path]:
-    """What lies in a folder: an index file, one safetensors file, or Orbax's files."""
-    found = sorted(path.glob(f"*{INDEX}"))
+    """What lies in a folder: an index file, a single file, or Orbax's files; safetensors before all others.
+
+    Raises:
+        InputError: it holds no checkpoint or several, or only some of the shards of one.
+    """
+    found: list[Path] = []
+    for ends in (
+        [INDEX],
+        [".safetensors"],
+        [".bin.index.json"],
+        [end for end in SUFFIXES if end not in (".safetensors", ".orbax")],
+    ):
+        found = [file for file in sorted(path.iterdir()) if file.is_file() and any(file.name.endswith(end) for end in ends)]
+        if found:
+            break
+    lonely = [file.name for file in found if (of := NUMBERED.search(file.stem)) and int(of[2]) > 1]
+    if lonely:
+        raise InputError(
+            f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too"
+        )
     if len(found) == 1:
-        return SHARDED, found[0]
-    singles = sorted(path.glob("*.safetensors"))
-    if not found and len(singles) == 1:
-        return SAFETENSORS, singles[0]
+        return located(found[0], source=True)
     # Imported only if nothing else explains the folder.
-    if not found and not singles and load("nnx.orbax").is_checkpoint(path):
+    if not found and load("nnx.orbax").checkpoint_in(path):
         return ORBAX, path
-    names = ", ".join(file.name for file in [*found, *singles] or sorted(path.iterdir())[:5]) or "nothing"
+    names = ", ".join(file.name for file in found or sorted(path.iterdir())[:5]) or "nothing"
     raise InputError(
         f"{path} holds {names}; a folder must hold one *{INDEX} with its shards, one .safetensors file, "
         "or an Orbax checkpoint: give the path of the file that is meant"
@@ -116,13 +167,22 @@ def in_folder(path: Path) -> tuple[Format, Path]:
 class Source(Tree):
     """An opened checkpoint.
 
+    Args:
+        path: where.
+        key: the part of it that is meant, where it holds more than one model's weights.
+
     Raises:
-        InputError: it is of no known kind, damaged, or would run code.
+        InputError: it is of no known kind, damaged, would run code, or has nothing under the key.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: str = ""):
+        check_name(path)
         self.format, self.path = located(path, source=True)
-        self.contents = self.format.read(self.path)
+        if self.format is TORCH:
+            self.contents = load("torch.files").read(self.path, key)
+        else:
+            found = self.format.read(self.path)
+            self.contents = below(found, key, self.path) if key else weights_of(found, self.path)
         self.NAME, self.notes, self.metadata = self.contents.side, self.contents.notes, self.contents.metadata
 
     def leaves(self, value: Any) -> list[Leaf]:
@@ -145,20 +205,23 @@ class Target(Tree):
 
     Raises:
         InputError: the path says no kind of checkpoint, or `like` has names that it cannot hold.
-        TransferError: without `like` the names in the file are not certain.
     """
 
     def __init__(
         self, path: Path, source: Any, like: Any, rename: Any, ignore: Iterable[str], *, overwrite: bool, verify: bool
     ):
+        check_name(path)
         self.format, self.path = located(path, source=False)
         self.given, self.overwrite, self.verify = path, overwrite, verify
         room = room_of(source, "source")
+        # Sources whose names on the other side are not certain, each with the reason.
+        self.unnamed: dict[str, str] = {}
         # Those of the model that gives the names: they decide as they would if it were filled itself.
         self.known: list[Layer] = []
         if like is None:
             self.NAME = self.format.side or side(room)
-            self.found = derived(claimed(room.leaves(source), room.layers(source)), side(room), self.NAME, rename, ignore)
+            leaves = claimed(room.leaves(source), room.layers(source))
+            self.found, self.unnamed = derived(leaves, side(room), self.NAME, rename, ignore)
         else:
             other = room_of(like, "like")
             self.NAME, self.found = side(other), [leaf for leaf in other.leaves(like) if leaf.role not in PASSING]
@@ -201,24 +264,40 @@ class Target(Tree):
         """Why the file cannot be written, before anything is read; one sentence each."""
         self.dtypes = dtypes
         place = [problem for problem in (self.occupied(), self.folder()) if problem]
+        if self.unnamed:
+            place.append(f"{len(self.unnamed)} names on the other side are not certain; {LIKE}")
         unknown = sorted(set(dtypes.values()) - set(self.format.dtypes))
         if unknown:
             return [*place, f"{self.format.name} has no dtype {', '.join(unknown)}; write another kind of file, or cast"]
         slots = self.slots(dtypes)
         if self.format is ORBAX:
             place += load("nnx.orbax").refusals(slots)
+        place += unwritable(name for slot in slots for name in slot.paths)
         return place + (nested(name for slot in slots for name in slot.paths) if self.format.tree else []) + self.full(slots)
 
     def occupied(self) -> str:
         """Why what stands there is not replaced, '' if nothing does or it may be."""
+        if self.path.is_symlink():
+            return f"{self.path} is a link to {os.readlink(self.path)}; give the path of the file itself, or another name"
+        if self.format is SHARDED and self.given != self.path and (others := self.others()):
+            return f"{self.given} holds {', '.join(others[:4])} already, a checkpoint of another name; give another folder"
         if not self.path.exists():
             return ""
-        if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_checkpoint(self.path)):
+        if self.path.is_dir() and not (self.format is ORBAX and load("nnx.orbax").is_tree(self.path)):
             return f"{self.path} is a folder that holds no such checkpoint, and is not replaced; give another name"
+        if self.path.is_dir() and (others := load("nnx.orbax").strangers(self.path)):
+            return f"{self.path} holds {', '.join(others[:4])}, which is not Orbax's, and is not replaced; give another name"
         if self.format is ORBAX and not self.path.is_dir():
             return f"{self.path} is a file, and an Orbax checkpoint is a folder; give another name"
         do = "pass overwrite=True (--overwrite) to replace it, or give another name"
         return "" if self.overwrite else f"{self.path} exists; {do}"
+
+    def others(self) -> list[str]:
+        """Checkpoints in the folder that is to become one, other than the one to be replaced."""
+        files = sorted(self.given.iterdir()) if self.given.is_dir() else []
+        old = [self.path, *listed_shards(self.path)] if self.path.exists() else []
+        ends = (INDEX, ".safetensors")
+        return [f.name for f in files if f not in old and f.name.endswith(ends) and not NUMBERED.search(f.stem)]
 
     def folder(self) -> str:
         """Why the folder takes no new file, '' if it does."""
@@ -245,21 +324,25 @@ class Target(Tree):
         """
         kind = {"format": "pt" if self.NAME == "torch" else "flax"} if self.format.metadata else {}
         metadata = {**self.metadata, **kind}
-        before = safetensors_file.listed_shards(self.path) if self.format is SHARDED and self.path.exists() else []
-        made = self.format is SHARDED and not self.path.parent.exists()
+        before = listed_shards(self.path) if self.format.indexed and self.path.exists() else []
+        made = self.format.indexed and not self.path.parent.exists()
         further: list[Path] = []
         try:
-            self.path.parent.mkdir(exist_ok=True)
             with beside(self.path) as temporary:
                 slots = self.slots(arrays)
                 further = self.format.write(temporary, slots, arrays, metadata)
                 if self.verify:
                     compare(self.format.read(temporary), slots, arrays, self.path)
+                if problem := self.occupied():
+                    # Somebody else was faster.
+                    raise TransferError(problem, [problem])
         except BaseException:
             for file in further:
                 remove(file)
             if made:
-                remove(self.path.parent)
+                # Only if nobody put anything else there.
+                with contextlib.suppress(OSError):
+                    self.path.parent.rmdir()
             raise
         for file in set(before) - set(further):
             remove(file)

@@ -1,13 +1,16 @@
 """What the kinds of checkpoint files have in common: their contents, whose names they hold, and replacing one safely."""
 
 import contextlib
+import ctypes
 import dataclasses
+import errno
 import json
 import math
 import mmap
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ import numpy as np
 from parity.errors import InputError
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import spellings, split
+from parity.weights.plan import unconfirmed
 
 Side = Literal["torch", "flax"]
 
@@ -29,6 +33,10 @@ FLAX_ONLY = ("kernel", "scale", "embedding")
 COLLECTIONS = ("params", "batch_stats", "cache", "intermediates")
 # Bytes that may stay mapped after they were read: the file is not to count twice against memory.
 MAPPED = 8 << 20
+# Bytes in the name of a file, as nearly every file system has it.
+LONGEST_NAME = 255
+# NumPy's limit.
+MOST_AXES = 64
 # Rows and columns that are turned over together.
 TILE = 64
 
@@ -89,7 +97,7 @@ class Slot:
     @property
     def bytes(self) -> int:
         """Its size in the file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def make_leaf(
@@ -112,7 +120,10 @@ def flax_leaf(
 
 def in_flax_words(leaf: Leaf, keys: tuple[str, ...]) -> Leaf:
     """The leaf of a file whose names are Flax's: a collection in front and `value` behind are no part of the layer's name."""
-    inner = keys[1:] if keys[0] in COLLECTIONS and len(keys) > 1 else keys
+    inner = keys
+    # A TrainState made of whole variables has its params in the params.
+    for _ in range(2):
+        inner = inner[1:] if inner[0] in COLLECTIONS and len(inner) > 1 else inner
     if len(inner) > 1 and inner[-1] == "value":
         # nnx.State as Orbax writes it.
         inner = inner[:-1]
@@ -131,6 +142,44 @@ def side_of(names: Iterable[str], metadata: Mapping[str, str]) -> tuple[Side, st
     return "torch", "nothing says that they are Flax's" if not last & set(TORCH_ONLY) else "they end in weight"
 
 
+def below(contents: Contents, key: str, path: Path) -> Contents:
+    """The part of a checkpoint whose names begin with a key, without it.
+
+    Raises:
+        InputError: no name begins so.
+    """
+    start = f"{key}."
+    found = [leaf for leaf in contents.leaves if leaf.path.startswith(start)]
+    if not found:
+        tops = dict.fromkeys(leaf.path.partition(".")[0] for leaf in contents.leaves)
+        raise InputError(f"{path} has nothing under the key {key!r}; at its top it has {', '.join(tops) or 'nothing'}")
+    return dataclasses.replace(contents, leaves=tuple(renamed(leaf, leaf.path.removeprefix(start), contents) for leaf in found))
+
+
+def renamed(leaf: Leaf, path: str, contents: Contents) -> Leaf:
+    if contents.side == "flax":
+        return flax_leaf(tuple(path.split(".")), leaf.shape, leaf.dtype, leaf.identity, leaf.read)
+    owner, name = split(path)
+    return dataclasses.replace(leaf, path=path, owner=owner, name=name)
+
+
+def weights_of(contents: Contents, path: Path) -> Contents:
+    """What a model takes of a training state: its collections of variables, without the optimizer and the step."""
+    tops = list(dict.fromkeys(leaf.path.partition(".")[0] for leaf in contents.leaves))
+    states = [top for top in tops if any(leaf.path.startswith(f"{top}.opt_state.") for leaf in contents.leaves)]
+    if len(states) == 1:
+        inner = below(contents, states[0], path)
+        others = ", ".join(top for top in tops if top != states[0])
+        note = f"{path.name}: the training state is under {states[0]!r}{f'; left out: {others}' if others else ''}"
+        return weights_of(dataclasses.replace(inner, notes=(*inner.notes, note)), path)
+    if "params" not in tops or "opt_state" not in tops:
+        return contents
+    left = [top for top in tops if top not in COLLECTIONS]
+    note = f"{path.name} is a training state; left out: {', '.join(left)} (key says what else is meant)"
+    leaves = tuple(leaf for leaf in contents.leaves if leaf.path.partition(".")[0] in COLLECTIONS)
+    return dataclasses.replace(contents, leaves=leaves, notes=(*contents.notes, note))
+
+
 def nested(paths: Iterable[str]) -> list[str]:
     """Names that cannot stand in a tree, because one of them is both an array and a branch; one sentence each."""
     known = set(paths)
@@ -144,14 +193,43 @@ def nested(paths: Iterable[str]) -> list[str]:
 
 def looks_like(start: bytes) -> str:
     """What a file really is, judged by its first bytes, as the end of a sentence; '' if that cannot be told."""
+    start = start.lstrip(b"\xef\xbb\xbf \t\r\n") or start
     marks = (
         (b"PK\x03\x04", "; it is a zip archive, as torch.save writes: name it .pt"),
         (b"\x80\x02", "; it is a pickle, as old versions of torch.save write: name it .pt"),
+        (b"\x80", "; it is a pickle, and loading that would run code: ask its author for safetensors"),
+        *(
+            (mark, "; it is compressed: unpack it first")
+            for mark in (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+        ),
+        (b"GGUF", "; it is a GGUF file, as llama.cpp reads: fetch the weights that it was made from"),
+        (b"\x93NUMPY", "; it is a single array of NumPy's: save a dict of arrays"),
+        (b"{", "; it is JSON, perhaps an index or what a server answered: fetch the file itself"),
         (b"version https://git-lfs", "; it is a git-lfs pointer in place of the file: run git lfs pull"),
         (b"<", "; it is a web page or XML: download the file itself"),
         (b"\x89HDF", "; it is an HDF5 file, as Keras writes: convert it there first"),
     )
     return next((words for mark, words in marks if start.startswith(mark)), "")
+
+
+def impossible(shape: tuple[int, ...], dtype: str) -> str:
+    """Why no array has this shape, '' if one can."""
+    if len(shape) > MOST_AXES:
+        return f"has {len(shape)} axes, and {MOST_AXES} are the most"
+    # NumPy multiplies what is left when axes without elements are passed over.
+    size = math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
+    return f"has shape {shape}, which no computer can hold" if size >= 2**63 else ""
+
+
+def unwritable(names: Iterable[str]) -> list[str]:
+    """Names that no file can hold, because they are no text; one sentence each."""
+    found = []
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            found.append(f"{name!r} is no valid text (a lone surrogate), and cannot stand in a file; rename it")
+    return found
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -180,6 +258,11 @@ def read_rename(path: Path) -> dict[str, str]:
         raise InputError(f"{path} is no rename file: it is no valid JSON ({error}); save one to see its form") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} is no rename file: it holds a {type(found).__name__}, not an object from names to names")
+    if open_ := unconfirmed(found):
+        raise InputError(
+            f"{path} still has {len(open_)} suggestions that nobody confirmed, such as {open_[0]}; "
+            "take the ? away where the name is right, and the whole entry where it is not"
+        )
     return found
 
 
@@ -246,13 +329,15 @@ def put(file: BinaryIO, array: np.ndarray) -> None:
 def beside(path: Path) -> Iterator[Path]:
     """A name beside `path`; what stands there at the end has replaced `path`, in one step and safely on disk.
 
-    After an error, or when the process is killed, `path` is as it was.
+    The folder is made if only that is missing. After an error, or when the process is killed, `path` is as it was.
 
     Raises:
         InputError: the disk is full or does not allow it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    name = f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+    temporary = path.with_name(name if len(os.fsencode(name)) <= LONGEST_NAME else f".{secrets.token_hex(8)}.partial")
     try:
+        path.parent.mkdir(exist_ok=True)
         yield temporary
         sync(temporary)
         replace(temporary, path)
@@ -264,14 +349,35 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def replace(temporary: Path, path: Path) -> None:
+    """Put what was written in the place of what stands there; afterwards `temporary` may be the old one."""
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    # No call replaces one filled folder by another: for a moment there is none.
-    old = temporary.with_suffix(".old")
-    os.rename(path, old)
-    os.rename(temporary, path)
-    shutil.rmtree(old)
+    try:
+        exchange(temporary, path)
+    except OSError:
+        # Where folders cannot change places there is none for a moment.
+        old = temporary.with_suffix(".old")
+        os.rename(path, old)
+        try:
+            os.rename(temporary, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+        shutil.rmtree(old)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two folders change places in one step, as Linux can.
+
+    Raises:
+        OSError: this system or file system cannot.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    # RENAME_EXCHANGE, with both paths seen from the current folder.
+    if call is None or call(-100, os.fsencode(one), -100, os.fsencode(other), 2):
+        number = ctypes.get_errno() if call else errno.ENOSYS
+        raise OSError(number, os.strerror(number))
 
 
 def sync(path: Path) -> None:

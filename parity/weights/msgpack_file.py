@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from parity.errors import InputError
-from parity.weights.files import Contents, Mapped, Slot, flax_leaf, looks_like, put
+from parity.weights.files import Contents, Mapped, Slot, flax_leaf, impossible, looks_like, put
 from parity.weights.leaf import DTYPES, Leaf
 
 NDARRAY, SCALAR = 1, 3
@@ -146,6 +146,8 @@ class Walk:
         wanted = int(np.prod(sizes, dtype=object)) * DTYPES[dtype].itemsize
         if wanted != span.length:
             raise CorruptError(f"an array at byte {begin:,} takes {wanted:,} bytes by its shape, but has {span.length:,}")
+        if reason := impossible(sizes, dtype):
+            raise CorruptError(f"an array at byte {begin:,} {reason}")
         return Stored(sizes, dtype, span.begin)
 
 
@@ -203,6 +205,8 @@ def pieces(value: dict[str, Any]) -> tuple[tuple[int, ...], str, list[Stored]]:
         raise CorruptError("an array in pieces has no shape, or its pieces are not alike")
     if sum(part.shape[0] if len(part.shape) == 1 else -1 for part in chunks) != int(np.prod(sizes, dtype=object)):
         raise CorruptError(f"the pieces of an array do not add up to its shape {sizes}")
+    if reason := impossible(sizes, chunks[0].dtype):
+        raise CorruptError(f"an array in pieces {reason}")
     return sizes, chunks[0].dtype, chunks
 
 

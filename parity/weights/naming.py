@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from parity.errors import TransferError, listed
 from parity.weights.claims import names_in
 from parity.weights.cuts import cut_as_named
 from parity.weights.files import FLAX_ONLY, Side, make_leaf
@@ -25,20 +24,19 @@ def side(room: Any) -> Side:
     return "torch" if room.NAME == "torch" else "flax"
 
 
-def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ignore: Iterable[str]) -> list[Leaf]:
-    """The leaves of a file for which nobody gave names.
+def derived(
+    sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ignore: Iterable[str]
+) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves of a file for which nobody gave names, and why others have no certain name there.
 
     Between files and models of one framework names stay. Across, the layer's row of the ledger
     decides; where no layer is known, only what its name alone makes certain is converted.
-
-    Raises:
-        TransferError: a name on the other side is not certain.
     """
     travelling, _, _ = sorted_out(sources, tuple(ignore))
     sides = (from_side, to_side)
     renames = directed(Rename(rename), sides, travelling)
     done = cut_as_named(travelling, [], renames, (lambda leaf: names_in(leaf, *sides), lambda leaf: ()))
-    leaves, problems = list[Leaf](), done.problems
+    leaves, unnamed = list[Leaf](), dict[str, str]()
     for leaf in done.sources:
         leaves += counts(leaf, renames, leaves) if sides == ("flax", "torch") else []
         if from_side != to_side and any(one.torch == leaf.name for rule in rows_for(leaf.kinds) for one in rule.alone):
@@ -47,7 +45,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         by = next((one for name in names_in(leaf, *sides) if (one := renames.find(name))), None)
         if by and (by.entry.layouts or by.entry.value.index):
             made_by = as_renamed(leaf, by, across=from_side != to_side)
-            problems += [made_by] if isinstance(made_by, str) else []
+            unnamed |= {leaf.path: made_by} if isinstance(made_by, str) else {}
             leaves += [made_by] if isinstance(made_by, Leaf) else []
             continue
         if from_side == to_side:
@@ -55,7 +53,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         else:
             found = counterpart(leaf, to_side)
         if isinstance(found, str):
-            problems.append(found)
+            unnamed[leaf.path] = found
             continue
         path, layout, kinds = found
         own = leaf.path if from_side == to_side else f"{join(leaf.owner, leaf.name)}{leaf.mark}"
@@ -66,10 +64,7 @@ def derived(sources: list[Leaf], from_side: Side, to_side: Side, rename: Any, ig
         # Two names of one array are one array in the file too, if it can say so.
         made = make_leaf(path, layout.shape(leaf.shape), leaf.dtype, leaf.identity, leaf.read)
         leaves.append(dataclasses.replace(made, kinds=kinds))
-    if problems:
-        ask = "give the names of the target with like (--like)"
-        raise TransferError(listed(f"transfer refused, nothing was written; {ask}", problems), problems)
-    return leaves
+    return leaves, unnamed
 
 
 def as_renamed(leaf: Leaf, by: Renamed, *, across: bool) -> Leaf | str:

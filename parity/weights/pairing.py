@@ -29,7 +29,8 @@ from parity.weights.leaf import PASSING, Layer, Leaf
 from parity.weights.mirrors import mirror_problems
 from parity.weights.named_layouts import Given, MisfitError, parse
 from parity.weights.names import Name
-from parity.weights.paths import Rename, Renamed, bare, in_order, join, natural, nearest
+from parity.weights.paths import Names, Rename, Renamed, bare, in_order, join, natural, nearest
+from parity.weights.plan import Unpaired
 from parity.weights.recurrence import single_layers, unrolled
 from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
 from parity.weights.unpaired import bare_wrappers, left_over, without_rule
@@ -37,6 +38,8 @@ from parity.weights.wrappers import hint, unwrapped
 
 # A module of parity.frameworks, or a checkpoint in its place.
 Room = Any
+# Leaves of one side for which near names are looked for: a reader has no use for more.
+SUGGESTED = 500
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Pairing:
         aside: paths of torch arrays that are left out, or stay as they are, by their nature.
         zeros: leaves of the target that get zeros, because what they hold has no name in the source.
         notes: what was made of the names of a side; one sentence each.
+        unpaired: leaves without counterpart; each is one of the problems too.
     """
 
     source: Room
@@ -101,6 +105,7 @@ class Pairing:
     zeros: tuple[Leaf, ...] = ()
     aside: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unpaired: tuple[Unpaired, ...] = ()
 
 
 def pair(
@@ -158,9 +163,10 @@ def pair(
         if leaf.path not in taken and not told_already and not {leaf.path, leaf.array_path} & cut.blamed
     ]
     left = left_over(stray, together(empty, targets), layers, sides)
-    problems += [unexpected(leaf, renames, targets, f, sides) for leaf, f in left.stray]
-    problems += [missing(leaf, sources, taken, sides) for leaf in left.empty]
-    strays = [leaf for leaf, f in left.stray if not f]
+    unnamed: Mapping[str, str] = getattr(rooms[1], "unnamed", {})
+    unpaired = unexpected(left.stray, renames, targets, sides, unnamed) + missing(left.empty, sources, taken, sides)
+    problems += [one.reason for one in unpaired]
+    strays = [leaf for leaf, f in left.stray if not f and leaf.path not in unnamed]
     stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(left.empty, sides[1]), sides)
     help_first = left.why + (stacks or remedy(strays, left.empty, sides, flax_layers))
     problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
@@ -191,6 +197,7 @@ def pair(
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
         tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))),
+        tuple(replace(one, reason=in_words(one.reason, names)) for one in unpaired),
     )
 
 
@@ -278,7 +285,10 @@ def unfitting(unused: list[Name], sources: list[Leaf], sides: Sides) -> list[str
     known = {name: leaf.bare_path for leaf in sources for name in names_in(leaf, *sides)}
     lost = [key for key in unused if not any(map(key.matches, known))]
     whole = {bare(name): path for name, path in known.items()}
-    return [f"rename key {key.text!r} fits no name of the source{suggestion(nearest(key.path, whole), whole)}" for key in lost]
+    return [
+        f"rename key {key.text!r} fits no name of the source{suggestion([whole[name] for name in nearest(key.path, whole)])}"
+        for key in lost
+    ]
 
 
 def prepared(leaves: list[Leaf], layers: list[Layer], side: str) -> list[Leaf]:
@@ -503,24 +513,45 @@ def follow_ties(pairs: list[Pair], targets: list[Leaf], taken: dict[str, Leaf]) 
             taken[leaf.path] = filled[leaf.identity]
 
 
-def unexpected(leaf: Leaf, renames: Rename, targets: list[Leaf], found: list[Leaf] | None, sides: Sides) -> str:
-    if found:
-        names = ", ".join(other.path for other in found)
-        return f"{leaf.path} of the source fits several leaves of the target: {names}; say which with rename"
-    looked_for = led(tried(leaf, renames, sides))[0][0]
-    known = {other.path: other.path for other in targets}
-    known |= {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
-    near = nearest(looked_for, known)
-    rule = without_rule(leaf) if sides == ("torch", "flax") else ""
-    return f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near, known)}{rule}"
+def unexpected(
+    lonely: list[tuple[Leaf, list[Leaf] | None]],
+    renames: Rename,
+    targets: list[Leaf],
+    sides: Sides,
+    unnamed: Mapping[str, str],
+) -> list[Unpaired]:
+    """The leaves of the source that lead nowhere, or to several leaves; `unnamed` has reasons that are known already."""
+    known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
+    known = {other.path: other.path for other in targets} | known
+    names, told = Names(known if lonely else ()), list[Unpaired]()
+    for leaf, found in lonely:
+        near: list[str] = []
+        if found:
+            near = [other.path for other in found]
+            reason = f"{leaf.path} of the source fits several leaves of the target: {', '.join(near)}; say which with rename"
+        elif leaf.path in unnamed:
+            reason = unnamed[leaf.path]
+        else:
+            looked_for = led(tried(leaf, renames, sides))[0][0]
+            near = [known[name] for name in names.nearest(looked_for)] if len(told) < SUGGESTED else []
+            rule = without_rule(leaf) if sides == ("torch", "flax") else ""
+            reason = f"{leaf.path} {leaf.shape} of the source has no counterpart in the target{suggestion(near)}{rule}"
+        told.append(Unpaired("source", leaf.path, leaf.shape, leaf.dtype, reason, tuple(near)))
+    return told
 
 
-def missing(leaf: Leaf, sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> str:
+def missing(empty: list[Leaf], sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> list[Unpaired]:
+    """The leaves of the target that nothing arrives for."""
     used = {source.path for source in taken.values()}
-    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
-    near = nearest(join(leaf.owner, torch_name(leaf, sides[1])), known)
-    rule = without_rule(leaf) if sides == ("flax", "torch") else ""
-    return f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near, known)}{rule}"
+    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used} if empty else {}
+    names, told = Names(known), list[Unpaired]()
+    for leaf in empty:
+        looked_for = join(leaf.owner, torch_name(leaf, sides[1]))
+        near = [known[name] for name in names.nearest(looked_for)] if len(told) < SUGGESTED else []
+        rule = without_rule(leaf) if sides == ("flax", "torch") else ""
+        reason = f"{leaf.path} {leaf.shape} of the target gets nothing from the source{suggestion(near)}{rule}"
+        told.append(Unpaired("target", leaf.path, leaf.shape, leaf.dtype, reason, tuple(near)))
+    return told
 
 
 def remedy(stray: list[Leaf], empty: list[Leaf], sides: Sides, flax_layers: Mapping[str, Layer]) -> list[str]:
@@ -550,8 +581,8 @@ def in_words(sentence: str, names: tuple[str, str]) -> str:
     return sentence
 
 
-def suggestion(near: list[str], known: dict[str, str]) -> str:
-    return f"; nearest name: {', '.join(known[name] for name in near)}" if near else ""
+def suggestion(near: list[str]) -> str:
+    return f"; nearest name: {', '.join(near)}" if near else ""
 
 
 def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:

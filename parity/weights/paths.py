@@ -3,9 +3,12 @@
 import copy
 import difflib
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from parity.errors import InputError
 from parity.weights.named_layouts import Named
@@ -43,22 +46,57 @@ def spellings(path: str) -> list[str]:
     return ways[1:]
 
 
-def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """The candidates most like a path, best first; none if nothing is alike.
+# Half of them for letters, half for parts of paths.
+COLUMNS = 128
+
+
+class Names:
+    """Names among which those most like another one are looked for; fast among many thousands.
 
     A shared last name and shared parts weigh more than shared letters: `encoder.q.weight`
     is nearer to `q.weight` than to `encoder.k.weights`.
     """
-    parts = path.split(".")
 
-    def letters(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, path, candidate).ratio()
+    # How many are compared in full, of those that have the most letters and parts in common.
+    COMPARED = 16
 
-    def likeness(candidate: str) -> float:
-        return letters(candidate) + difflib.SequenceMatcher(None, parts, candidate.split(".")).ratio()
+    def __init__(self, names: Iterable[str]):
+        self.names = list(names)
+        self.counts = np.array([counts(name) for name in self.names], np.int16).reshape(len(self.names), COLUMNS)
 
-    ranked = sorted(candidates, key=likeness, reverse=True)
-    return [candidate for candidate in ranked[:count] if likeness(candidate) > 1.15 or letters(candidate) > 0.85]
+    def nearest(self, path: str, count: int = 1) -> list[str]:
+        """The names most like a path, best first; none if nothing is alike."""
+        if not self.names:
+            return []
+        common = np.minimum(self.counts, counts(path))
+        letters, parts = (half.sum(1) for half in np.split(common, 2, axis=1))
+        size, depth = (half.sum(1) for half in np.split(self.counts + counts(path), 2, axis=1))
+        # No likeness is above this one.
+        order = np.argsort(-(letters / np.maximum(size, 1) + parts / depth), kind="stable")[: self.COMPARED]
+        found = [(likeness(path, self.names[i]), self.names[i]) for i in sorted(order)]
+        ranked = sorted(found, key=lambda one: sum(one[0]), reverse=True)
+        return [name for (letters, parts), name in ranked[:count] if letters + parts > 1.15 or letters > 0.85]
+
+
+def counts(path: str) -> np.ndarray:
+    """How often each letter, then each part, stands in a path, in as many columns each; some share one."""
+    found = np.zeros(COLUMNS, np.int16)
+    for letter in path:
+        found[ord(letter) % (COLUMNS // 2)] += 1
+    for part in path.split("."):
+        found[COLUMNS // 2 + zlib.crc32(part.encode()) % (COLUMNS // 2)] += 1
+    return found
+
+
+def likeness(path: str, other: str) -> tuple[float, float]:
+    """How much of two paths is the same in letters and in parts, each from 0 to 1."""
+    letters = difflib.SequenceMatcher(None, path, other).ratio()
+    return letters, difflib.SequenceMatcher(None, path.split("."), other.split(".")).ratio()
+
+
+def nearest(path: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """The candidates most like a path, best first; none if nothing is alike."""
+    return Names(candidates).nearest(path, count)
 
 
 @dataclass(frozen=True)

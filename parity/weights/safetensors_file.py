@@ -1,4 +1,4 @@
-"""Safetensors, single or sharded by an index file: parsed here, so that one tensor at a time is in memory.
+"""Safetensors: parsed here, so that one tensor at a time is in memory.
 
 Source:
     https://github.com/huggingface/safetensors#format
@@ -6,16 +6,28 @@ Source:
 
 import json
 import math
-import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from parity.errors import InputError, listed
-from parity.weights.files import Contents, Mapped, Slot, in_flax_words, looks_like, make_leaf, once, put, side_of, size_of, sync
+from parity.weights.files import (
+    Contents,
+    Mapped,
+    Slot,
+    impossible,
+    in_flax_words,
+    looks_like,
+    make_leaf,
+    once,
+    put,
+    side_of,
+    size_of,
+    unwritable,
+)
 from parity.weights.leaf import DTYPES, Leaf
 from parity.weights.paths import natural
 
@@ -36,7 +48,6 @@ NAMES = {
 CODES = {name: code for code, name in NAMES.items()}
 # The limit of the format's own reader: more is an attack, not a header.
 LONGEST_HEADER = 100_000_000
-SHARD = 5_000_000_000
 
 
 def read(path: Path) -> Contents:
@@ -110,6 +121,8 @@ def parse_header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any],
 
 def entry_problem(name: str, entry: Any) -> str:
     """What is wrong with a tensor's entry in the header, '' if nothing is."""
+    if problem := unwritable([name]):
+        return problem[0]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return f"{name} is described by {str(entry)[:60]}, not by dtype, shape and data_offsets"
     if entry["dtype"] not in NAMES:
@@ -120,6 +133,8 @@ def entry_problem(name: str, entry: Any) -> str:
     if not whole or not all(type(number) is int and 0 <= number < 2**63 for number in [*shape, *offsets]):
         return f"{name} has shape {shape} and data_offsets {offsets}, which are no sizes"
     wanted = math.prod(shape) * DTYPES[NAMES[entry["dtype"]]].itemsize
+    if (reason := impossible(tuple(shape), NAMES[entry["dtype"]])) and offsets[1] - offsets[0] == wanted:
+        return f"{name} {reason}"
     if offsets[1] - offsets[0] != wanted:
         return f"{name} takes {wanted:,} bytes by its shape and dtype, but {offsets[1] - offsets[0]:,} by its data_offsets"
     return ""
@@ -137,57 +152,6 @@ def overlaps(header: dict[str, Any], size: int) -> list[str]:
     if end > size:
         return [f"{last} ends at byte {end:,}, but the file has only {size:,} bytes of data: it is cut short"]
     return [f"{size - end:,} bytes at the end belong to no tensor"] if end < size else []
-
-
-# ---------------------------------------------------------------- several files
-
-
-def read_index(path: Path) -> Contents:
-    """Open every shard that an index file names.
-
-    Raises:
-        InputError: the index is damaged, names files that are missing or outside its folder, or disagrees with them.
-    """
-    index = parse_index(path)
-    names, files = index["weight_map"], sorted(set(index["weight_map"].values()))
-    outside = [file for file in files if not inside(file)]
-    if outside:
-        raise InputError(f"{path} names {', '.join(outside)}, outside its folder; a shard must lie beside its index")
-    missing = [file for file in files if not (path.parent / file).is_file()]
-    if missing:
-        raise InputError(f"{path} names {', '.join(missing)}, and {path.parent} has no such files; fetch them too")
-    found: dict[str, Leaf] = {}
-    metadata: dict[str, str] = {}
-    problems = []
-    for file in files:
-        shard, its_metadata = tensors(path.parent / file)
-        metadata |= its_metadata
-        strays = [name for name in shard if names.get(name) != file]
-        problems += [f"{name} is in {file}, but the index has it in {names.get(name, 'no file')}" for name in strays]
-        found |= shard
-    problems += [f"{name} is not in {file}, where the index has it" for name, file in names.items() if name not in found]
-    if problems:
-        raise InputError(listed(f"{path} and its shards disagree, fetch them again", problems))
-    given = index.get("metadata")
-    own = {k: str(v) for k, v in given.items() if k != "total_size"} if isinstance(given, dict) else {}
-    return contents(found, metadata | own, path)
-
-
-def parse_index(path: Path) -> dict[str, Any]:
-    size_of(path)
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no index file: it is no valid JSON ({error}); fetch or write it again") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
-        raise InputError(f"{path} is no index file: it has no weight_map from names to files; fetch or write it again")
-    return index
-
-
-def inside(file: str) -> bool:
-    # A link is followed: the cache of the Hugging Face hub is made of links.
-    return "\\" not in file and ":" not in file and len(PurePosixPath(file).parts) == 1 and file not in (".", "..")
 
 
 # ---------------------------------------------------------------- writing
@@ -215,47 +179,3 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
         for slot in ordered(slots):
             put(file, arrays[slot.paths[0]])
     return []
-
-
-def shards(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """The arrays in files of at most `SHARD` bytes, in natural order."""
-    group: list[Slot] = []
-    for slot in sorted(slots, key=lambda slot: natural(slot.paths[0])):
-        if group and sum(s.bytes for s in group) + slot.bytes > SHARD:
-            yield group
-            group = []
-        group.append(slot)
-    yield group
-
-
-def write_index(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> list[Path]:
-    """Write shards beside an index file, under names that no file has yet, and return them.
-
-    Until the index stands, nothing points at them; the shards of an older index stay.
-    """
-    groups, names, written = list(shards(slots)), dict[str, str](), list[Path]()
-    stem = "model"
-    if any(path.parent.glob("model-*-of-*.safetensors")):
-        stem = f"model-{secrets.token_hex(3)}"
-    try:
-        for number, group in enumerate(groups, 1):
-            file = path.parent / f"{stem}-{number:05}-of-{len(groups):05}.safetensors"
-            written.append(file)
-            write(file, group, arrays, metadata)
-            sync(file)
-            names |= {slot.paths[0]: file.name for slot in group}
-        total = {"total_size": sum(slot.bytes for slot in slots)}
-        path.write_text(json.dumps({"metadata": total, "weight_map": names}, indent=2), encoding="utf-8")
-    except BaseException:
-        for file in written:
-            file.unlink(missing_ok=True)
-        raise
-    return written
-
-
-def listed_shards(path: Path) -> list[Path]:
-    """The shards of an index file that is about to be replaced; none if it cannot be read."""
-    try:
-        return [path.parent / file for file in set(parse_index(path)["weight_map"].values()) if inside(file)]
-    except InputError:
-        return []

@@ -1,5 +1,6 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,9 +17,10 @@ from parity.errors import InputError, TransferError, listed
 from parity.weights.checkpoint import Source, Target, is_path
 from parity.weights.files import Tree, count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
-from parity.weights.leaf import Leaf, gathered
+from parity.weights.leaf import DTYPES, Leaf, gathered
 from parity.weights.merging import Merged
 from parity.weights.pairing import Pair, Pairing, pair, room_of
+from parity.weights.plan import Unpaired, draft
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Transfer:
         verified: whether the result was read back and is bit-equal to what was sent.
         rename: each source name and its target name, slices and given layouts included, to be edited and
             passed as `rename`.
+        unpaired: leaves of either side without counterpart, with the names most like theirs.
+        problems: why the transfer is refused, of which `unpaired` is a part; only a plan (`dry`) has any.
     """
 
     value: Any
@@ -81,22 +85,38 @@ class Transfer:
     notes: tuple[str, ...] = ()
     verified: bool = False
     rename: dict[str, str] = field(default_factory=dict)
+    unpaired: tuple[Unpaired, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether the two models now have the same parameters, ties and settings."""
-        return not self.settings and not self.lost_ties
+        """Whether the two models now have, or of a plan would have, the same parameters, ties and settings."""
+        return not self.settings and not self.lost_ties and not self.problems
+
+    @property
+    def draft(self) -> dict[str, str]:
+        """`rename`, and for leaves without counterpart the nearest names, each marked as a suggestion by a `?`."""
+        return draft(self.rename, self.unpaired)
+
+    @property
+    def bytes(self) -> int:
+        """The size of all arrays in the target."""
+        return sum(entry.bytes for entry in self.plan)
 
     def __str__(self) -> str:
-        from parity.report.text import transfer_text
+        return self.text()
 
-        return transfer_text(self)
+    def text(self, width: int | None = None) -> str:
+        """The result in words, no wider than so many columns; without a width one line for each leaf."""
+        from parity.report.plan import transfer_text
+
+        return transfer_text(self, width)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
         from parity.report.data import as_data
 
-        return as_data(self, leave_out=("value", "rename"))
+        return as_data(self, leave_out=("value", "rename")) | {"arrays": len(self.plan), "bytes": self.bytes}
 
 
 def transfer(
@@ -108,6 +128,7 @@ def transfer(
     cast: str | None = None,
     copy: bool = True,
     like: Any = None,
+    key: str = "",
     overwrite: bool = False,
     verify: bool = False,
     dry: bool = False,
@@ -140,10 +161,14 @@ def transfer(
         like: a model, tree or checkpoint whose names, shapes and dtypes a target path takes on. Without
             it names stay as they are between files and models of one framework; across, the layers
             of a model decide, and of a checkpoint only what its names make certain is converted.
+        key: the part of a source checkpoint that is meant, where it holds more than one model's weights: a
+            dotted path such as `ema` or `state_dict.model`. Without it the weights of a training state are
+            taken, and what is left out is told.
         overwrite: whether a checkpoint that exists is replaced.
         verify: whether the result is read back and compared bit for bit; a checkpoint before it takes
             its place.
-        dry: only plan: everything is checked, nothing is written.
+        dry: only plan: everything is checked, nothing is written; what would be refused is told in the
+            result's `problems` and not raised.
         merge: what torch keeps as several arrays and sends as the one that it computes from them: "weight_norm",
             "spectral_norm", "lora" (from a file "lora=SCALING"), "recurrent biases", or "all". There is no way back.
         progress: called with the bytes that were sent, all bytes, and the array's name.
@@ -160,7 +185,10 @@ def transfer(
     ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     if isinstance(rename, str | os.PathLike):
         rename = read_rename(Path(rename))
-    source, like = (Source(Path(value)) if is_path(value) else value for value in (source, like))
+    if key and not is_path(source):
+        raise InputError("key is for a source that is a path; of a model or tree give the part that is meant")
+    source = Source(Path(source), key) if is_path(source) else source
+    like = Source(Path(like)) if is_path(like) else like
     if merge:
         source = Merged(room_of(source, "source"), source, merge)
     if is_path(target):
@@ -177,26 +205,31 @@ def transfer(
         problems = ("neither side has parameters that could travel",)
     sent = Sent(pairing, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
-    if problems:
-        found = dict(p.names for p in pairing.pairs)
-        raise TransferError(listed("transfer refused, nothing was written", problems), problems, found)
-    value, done = (None, set[str]()) if dry else pairing.target.fill(target, sent)
-    if verify and not dry and not isinstance(target, Target):
-        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
     opened = [side for side in (source, target) if isinstance(side, Tree)]
-    return Transfer(
-        value,
-        tuple(entry(p, dtypes[p.target.path], p.target.path in done) for p in pairing.pairs),
+    planned = Transfer(
+        None,
+        tuple(entry(p, dtypes[p.target.path], shared=False) for p in pairing.pairs),
         pairing.ignored,
         pairing.random,
         pairing.ties,
         pairing.lost_ties,
         pairing.settings,
         pairing.alone,
-        (*pairing.notes, *(note for side in opened for note in side.notes), *sent.notes.values()),
-        verify and not dry,
-        dict(p.names for p in pairing.pairs),
+        (*pairing.notes, *(note for side in opened for note in side.notes)),
+        rename=dict(p.names for p in pairing.pairs),
+        unpaired=pairing.unpaired,
+        problems=problems,
     )
+    if dry:
+        return planned
+    if problems:
+        raise TransferError(listed("transfer refused, nothing was written", problems), problems, planned.rename, planned)
+    value, done = pairing.target.fill(target, sent)
+    if verify and not isinstance(target, Target):
+        check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
+    entries = tuple(dataclasses.replace(entry, shared=entry.target in done) for entry in planned.plan)
+    notes = (*planned.notes, *sent.notes.values())
+    return dataclasses.replace(planned, value=value, plan=entries, notes=notes, verified=verify)
 
 
 class Sent(Mapping[str, Any]):
@@ -368,4 +401,5 @@ def entry(p: Pair, dtype: str, shared: bool) -> Entry:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * numpy_dtype(dtype).itemsize
+    # What is no array has no such dtype; a plan shows it all the same.
+    return math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else 0

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -27,36 +28,64 @@ RAW = ("state_dict", "model_state_dict", "model", "module", "net", "network", "w
 KEYS = (*RAW, "ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "shadow")
 
 
-def read(path: Path) -> Contents:
+def read(path: Path, key: str = "") -> Contents:
     """Open a file of torch.save; its tensors stay on disk until they are read.
+
+    Args:
+        path: the file.
+        key: where in it the state_dict lies; without it the usual places are looked at.
 
     Raises:
         InputError: loading it would run code, it is cut short, or holds no state_dict.
     """
-    state, notes = state_in(loaded(path), path)
+    value, stored = loaded(path)
+    state, notes = state_in(value, path, key)
     plain = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     others = [str(name) for name in state if name not in plain]
     if others:
         notes.append(f"{path.name}: no tensors, so left out: {', '.join(others)}")
-    pages = Pages(path)
+    pages = Pages(path, stored)
     return Contents(tuple(pages.leaf(leaf, plain[leaf.path]) for leaf in leaves(plain)), "torch", {}, tuple(notes))
 
 
 class Pages:
     """Gives back the pages of a mapped file that were read, so that it does not count twice against memory."""
 
-    def __init__(self, path: Path):
-        self.ranges = mapped_ranges(path)
+    def __init__(self, path: Path, stored: Mapping[int, int]):
+        self.path, self.stored, self.ranges = path, stored, mapped_ranges(path)
         self.first = self.last = self.touched = 0
 
     def leaf(self, leaf: Leaf, tensor: Tensor) -> Leaf:
-        """The leaf with its pages watched. It lends nothing: what it has is the file's."""
+        """The leaf with its pages watched. It lends nothing: what it has is the file's.
+
+        Raises:
+            InputError: the file has other bytes for it than the tensor takes.
+        """
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            self.check(leaf.path, tensor.untyped_storage())
 
         def read() -> np.ndarray:
             self.touch(tensor.untyped_storage())
             return leaf.read()
 
         return dataclasses.replace(leaf, from_file=True, read=read, share=lambda axes: read().transpose(axes))
+
+    def check(self, name: str, storage: torch.UntypedStorage) -> None:
+        """Refuse a storage that is not what one entry of the archive holds: torch does not compare the two.
+
+        Raises:
+            InputError: it has other bytes.
+        """
+        begin = storage.data_ptr()
+        base = next((first for first, last in self.ranges if first <= begin < last), None)
+        if base is None or not storage.nbytes():
+            return
+        size = self.stored.get(begin - base, 0)
+        if size != storage.nbytes():
+            raise InputError(
+                f"{self.path} is damaged: {name} takes {storage.nbytes():,} bytes, and {size:,} are stored for it; "
+                "fetch or write it again"
+            )
 
     def touch(self, storage: torch.UntypedStorage) -> None:
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -84,16 +113,41 @@ def mapped_ranges(path: Path) -> list[tuple[int, int]]:
     return [(int(first, 16), int(last, 16)) for first, last in spans]
 
 
-def loaded(path: Path) -> Any:
+def loaded(path: Path) -> tuple[Any, dict[int, int]]:
+    """What a file holds, and of an archive the sizes of its entries by where they begin."""
     size_of(path)
     with path.open("rb") as file:
-        start = file.read(8)
+        start = file.read(64)
+    # Only the zip archives of torch 1.6 and later can be mapped.
+    zipped = start.startswith(b"PK")
     try:
-        # Only the zip archives of torch 1.6 and later can be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
+        stored, own_order = entries(path) if zipped else ({}, False)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped and own_order), stored
+    except InputError:
+        raise
     except Exception as error:
         # torch reports damage by many types: RuntimeError, EOFError, KeyError, ValueError, UnpicklingError.
         raise InputError(refusal(path, start, error)) from error
+
+
+def entries(path: Path) -> tuple[dict[int, int], bool]:
+    """The size of each entry of an archive by where its bytes begin in the file, and whether they are in this machine's order.
+
+    Those in the other order torch turns round in the memory that it mapped, where they are lost as soon as it is given back.
+
+    Raises:
+        InputError: something in it is compressed: torch would take compressed bytes for the array itself.
+    """
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise InputError(
+                f"{path} holds compressed entries, such as {packed[0]}, which torch.save never writes; "
+                "unpack it and pack it again without compression"
+            )
+        order = next((archive.read(info) for info in infos if info.filename.endswith("/byteorder")), sys.byteorder.encode())
+        return {data_offset(file, info): info.file_size for info in infos}, order == sys.byteorder.encode()
 
 
 def refusal(path: Path, start: bytes, error: Exception) -> str:
@@ -112,7 +166,7 @@ def refusal(path: Path, start: bytes, error: Exception) -> str:
     return f"{path} is no file of torch.save, or is damaged: {reason.strip()[:200]}{known or '; fetch or write it again'}"
 
 
-def state_in(value: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
+def state_in(value: Any, path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
     """The state_dict in what was loaded, and how it was found.
 
     Raises:
@@ -120,6 +174,8 @@ def state_in(value: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     if not isinstance(value, Mapping):
         raise InputError(f"{path} holds a {type(value).__name__}, not a state_dict; save model.state_dict()")
+    if key:
+        return under(value, path, key)
     known = [key for key in KEYS if tensors_in(value.get(key))]
     nested = known or [str(key) for key, entry in value.items() if tensors_in(entry)]
     if not nested and tensors_in(value):
@@ -127,10 +183,34 @@ def state_in(value: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
     if len(known) != 1:
         keys = ", ".join(map(str, value)) or "nothing"
         what = f"tensors under {', '.join(nested)}" if nested else f"no tensors: {keys}"
-        raise InputError(f"{path} holds {what}; load it with torch.load and give the state_dict that is meant")
+        do = f"say which are meant with key, such as key={nested[0]!r} (--key)" if nested else "save model.state_dict()"
+        raise InputError(f"{path} holds {what}; {do}")
     others = [str(key) for key in value if key != known[0]]
     left = f"; left out: {', '.join(others)}" if others else ""
     return dict(value[known[0]]), [f"{path.name}: the weights are under {known[0]!r}{left}"]
+
+
+def under(value: Mapping[Any, Any], path: Path, key: str) -> tuple[dict[str, Any], list[str]]:
+    """The tensors under a dotted key: first down the dicts that lie in one another, then by how their names begin.
+
+    Raises:
+        InputError: there are none.
+    """
+    node, rest = value, key
+    while rest:
+        name = next(
+            (str(own) for own in sorted(map(str, node), key=len, reverse=True) if f"{rest}.".startswith(f"{own}.")), None
+        )
+        inner = next((entry for own, entry in node.items() if str(own) == name), None)
+        if not isinstance(inner, Mapping):
+            break
+        node, rest = inner, rest.removeprefix(name or "").removeprefix(".")
+    start = f"{rest}." if rest else ""
+    found = {str(own).removeprefix(start): entry for own, entry in node.items() if str(own).startswith(start)}
+    if not tensors_in(found):
+        tops = ", ".join(map(str, [*value][:20]))
+        raise InputError(f"{path} has no tensors under the key {key!r}; at its top it has {tops or 'nothing'}")
+    return found, []
 
 
 def tensors_in(value: Any) -> bool:

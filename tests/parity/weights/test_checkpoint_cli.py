@@ -31,7 +31,7 @@ def run(monkeypatch, capsys, tmp_path):
 def test_a_conversion_exits_0_with_the_plan(run, tmp_path):
     code, out, err = run("a.pt", "b.safetensors", "--verify")
     assert (code, err) == (0, "")
-    assert out.startswith("4 arrays, 112 bytes, all copied\n")
+    assert out.endswith("\n4 arrays, 112 bytes, all copied\n")
     assert "  read back: bit-equal" in out.splitlines()
     state = parity.transfer(tmp_path / "b.safetensors", TorchPair()).value
     assert snapshot(state) == snapshot(scramble(TorchPair(), "cli"))
@@ -48,24 +48,29 @@ def test_a_lost_tie_exits_1(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "status", "words"),
     [
-        (["none.pt", "b.pt"], "parity: none.pt cannot be read: No such file or directory; check the path"),
-        (["a.pt", "like.msgpack", "--like", "like.msgpack"], "like.msgpack exists; pass overwrite=True (--overwrite)"),
-        (["a.pt", "b.msgpack"], "give the names of the target with like (--like)"),
-        (["a.pt", "b.xyz"], "says no kind of checkpoint by its end"),
-        (["a.pt", "b.pt", "--like", "nowhere:make"], "--like nowhere:make gives no model (ModuleNotFoundError"),
-        (["a.pt", "b.pt", "--rename", "no.json"], "no.json cannot be read"),
-        (["a.pt", "b.pt", "--save-rename", "like.msgpack"], "like.msgpack exists; pass --overwrite"),
-        (["a.pt", "b.pt", "--cast", "int3"], "cast must be None"),
+        (["none.pt", "b.pt"], 2, "parity: none.pt cannot be read: No such file or directory; check the path"),
+        (["a.pt", "like.msgpack", "--like", "like.msgpack"], 1, "like.msgpack exists; pass overwrite=True (--overwrite)"),
+        (["a.pt", "b.msgpack"], 1, "give the names of the target with like (--like)"),
+        (["a.pt", "b.xyz"], 2, "says no kind of checkpoint by its end"),
+        (["a.pt", "b.pt", "--like", "nowhere:make"], 2, "--like nowhere:make gives no model (ModuleNotFoundError"),
+        (["a.pt", "b.pt", "--rename", "no.json"], 2, "no.json cannot be read"),
+        (["a.pt", "b.pt", "--save-rename", "like.msgpack"], 2, "like.msgpack exists; pass --overwrite"),
+        (["a.pt", "b.pt", "--cast", "int3"], 2, "cast must be None"),
+        (["a.pt", "b.pt", "--save-rename", "no/where.json"], 2, "there is no folder no; make it first"),
+        (["a.pt", "b.pt", "--rename", "open.json"], 2, 'suggestions that nobody confirmed, such as "nrm": "? norm"'),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_misuse_exits_2_with_one_message_and_writes_nothing(run, tmp_path, argv, words):
+def test_an_error_is_one_message_and_writes_nothing(run, tmp_path, argv, status, words):
+    (tmp_path / "open.json").write_text('{"nrm": "? norm"}')
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     code, out, err = run(*argv)
-    assert (code, out) == (2, "")
+    assert (code, out) == (status, "")
     assert words in err
+    assert err.startswith("parity: ")
+    assert "Traceback" not in err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -97,12 +102,14 @@ def test_names_can_be_saved_edited_and_applied(run, tmp_path):
     assert set(torch.load(tmp_path / "b.pt")) == {"out.matrix", "dense.bias", "norm.weight", "norm.bias"}
 
 
-def test_a_refused_transfer_saves_the_names_that_fit(run, tmp_path):
+def test_a_refused_transfer_saves_the_names_that_fit_and_suggests_others(run, tmp_path):
     torch.save({"dense.weight": torch.ones(4, 4), "dense.bias": torch.ones(4), "nrm.bias": torch.ones(4)}, tmp_path / "c.pt")
     code, _, err = run("c.pt", "d.msgpack", "--like", "like.msgpack", "--save-rename", "names.json")
-    assert code == 2
+    assert code == 1
     assert "nrm.bias (4,) of the source has no counterpart in the target; nearest name: norm.bias" in err
-    assert json.loads((tmp_path / "names.json").read_text()) == {"dense.weight": "dense.kernel", "dense.bias": "dense.bias"}
+    names = {"dense.weight": "dense.kernel", "dense.bias": "dense.bias", "nrm.bias": "? norm.bias"}
+    assert json.loads((tmp_path / "names.json").read_text()) == names
+    assert not (tmp_path / "d.msgpack").exists()
 
 
 def test_casts_and_ignored_leaves(run, tmp_path):

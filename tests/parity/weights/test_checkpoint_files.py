@@ -31,7 +31,7 @@ from transfer_helpers import (
 )
 
 import parity
-from parity.weights import files, msgpack_file, safetensors_file
+from parity.weights import files, msgpack_file, shards
 
 # ---------------------------------------------------------------- there and back
 
@@ -175,7 +175,7 @@ def test_orbax_reads_what_is_written(tmp_path):
 
 def test_shards_are_as_the_hub_has_them(tmp_path, monkeypatch):
     state = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(11)}
-    monkeypatch.setattr(safetensors_file, "SHARD", 3 * 64)
+    monkeypatch.setattr(shards, "SHARD", 3 * 64)
     parity.transfer(state, tmp_path / "model", verify=True)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 11 * 64}
@@ -187,7 +187,7 @@ def test_shards_are_as_the_hub_has_them(tmp_path, monkeypatch):
 
 
 def test_new_shards_replace_old_ones_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "SHARD", 64)
+    monkeypatch.setattr(shards, "SHARD", 64)
     folder = tmp_path / "model"
     parity.transfer({"a": torch.ones(16), "b": torch.ones(16)}, folder)
     (folder / "config.json").write_text("{}")

@@ -1,10 +1,12 @@
 """What is refused of files, in which words, and that nothing has been written then."""
 
+import contextlib
 import json
 import os
 import pickle
 import shutil
 import struct
+import sys
 import zipfile
 
 import flax.serialization
@@ -60,6 +62,23 @@ SAFETENSORS = {
         "it is a git-lfs pointer in place of the file: run git lfs pull",
     ),
     "html": (b"<!DOCTYPE html><html>not found</html>", "it is a web page or XML"),
+    "html-behind-space": (b"\xef\xbb\xbf\r\n  <html>not found</html>", "it is a web page or XML"),
+    "answer": (b'{"error": "Repository not found"}', "it is JSON, perhaps an index or what a server answered"),
+    "gzip": (b"\x1f\x8b\x08" + b"\0" * 60, "it is compressed: unpack it first"),
+    "gguf": (b"GGUF" + b"\3\0\0\0" * 20, "it is a GGUF file"),
+    "numpy": (b"\x93NUMPY\x01\0" + b"v" * 60, "it is a single array of NumPy's"),
+    "pickle": (b"\x80\x04\x95" + b"\0" * 60, "it is a pickle, and loading that would run code"),
+    "no-elements": (
+        whole({"w": entry((0, 2**62), (0, 0))}),
+        "w has shape (0, 4611686018427387904), which no computer can hold",
+    ),
+    "axes": (whole({"w": entry((1,) * 65, (0, 4))}, b"\0" * 4), "w has 65 axes, and 64 are the most"),
+    "surrogate": (
+        whole(b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", b"\0" * 8),
+        r"'\ud800' is no valid text (a lone surrogate)",
+    ),
+    "number": (whole(b'{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}', b"\0" * 8), "which are no sizes"),
+    "digits": (whole(b'{"w":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}"), "its header is no valid JSON"),
 }
 
 
@@ -154,6 +173,9 @@ def test_a_tensor_that_the_index_leaves_out_is_refused(tmp_path):
         ('{"weight_map": {}}', "it has no weight_map"),
         ('{"weight_map": {"a": 3}}', "it has no weight_map"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "key 'a' stands there twice"),
+        ("version https://git-lfs.github.com/spec/v1\noid", "it is a git-lfs pointer in place of the file: run git lfs pull"),
+        ("<html>", "it is a web page or XML"),
+        ("[" * 100_000, "is no index file: it is no valid JSON"),
     ],
 )
 def test_a_damaged_index_is_refused(text, words, tmp_path):
@@ -217,9 +239,12 @@ TORCH = {
     "none": (lambda: {}, "holds no tensors: nothing"),
     "several": (
         lambda: {"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}},
-        "holds tensors under state_dict, model; load it with torch.load and give the state_dict that is meant",
+        "holds tensors under state_dict, model; say which are meant with key, such as key='state_dict' (--key)",
     ),
-    "unknown": (lambda: {"generator": {"w": torch.ones(1)}}, "holds tensors under generator; load it with torch.load"),
+    "unknown": (
+        lambda: {"generator": {"w": torch.ones(1)}},
+        "holds tensors under generator; say which are meant with key, such as key='generator' (--key)",
+    ),
 }
 
 
@@ -231,11 +256,16 @@ def test_a_file_without_one_state_dict_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"hello world", b"PK\x03\x04 cut", GOOD, b"<html>"], ids=["empty", "text", "zip", "st", "web"]
+    "content",
+    [b"", b"hello world", b"PK\x03\x04 cut", GOOD, b"<html>", b"version https://git-lfs.github.com/spec/v1\noid"],
+    ids=["empty", "text", "zip", "st", "web", "lfs"],
 )
 def test_what_torch_did_not_write_is_refused(content, tmp_path):
     (tmp_path / "a.pt").write_bytes(content)
     refused(tmp_path / "a.pt", "a.pt", "is empty" if not content else "is no file of torch.save, or is damaged")
+    known = {b"v": "it is a git-lfs pointer in place of the file: run git lfs pull", b"<": "it is a web page or XML"}
+    if content[:1] in known:
+        refused(tmp_path / "a.pt", known[content[:1]])
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.9, 0.99])
@@ -252,6 +282,82 @@ def test_a_sparse_tensor_in_a_file_is_refused(tmp_path):
         with pytest.raises(InputError, match="w is not dense"):
             parity.transfer(tmp_path / "a.pt", target)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def packed_anew(path, change, compression=zipfile.ZIP_STORED):
+    """An archive of torch's with each entry changed, or left out where nothing comes back."""
+    with zipfile.ZipFile(path) as archive:
+        found = [(info.filename, change(info.filename, archive.read(info))) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in found:
+            if content is not None:
+                archive.writestr(name, content)
+
+
+ARCHIVES = {
+    "short": (
+        lambda name, data: data[:200] if name.endswith("data/0") else data,
+        "a takes 400 bytes, and 200 are stored for it",
+    ),
+    "long": (lambda name, data: data + b"\0" * 8 if name.endswith("data/0") else data, "a takes 400 bytes, and 408 are stored"),
+    "gone": (lambda name, data: None if name.endswith("data/0") else data, "is no file of torch.save, or is damaged"),
+    "no-pickle": (lambda name, data: None if name.endswith("data.pkl") else data, "is no file of torch.save, or is damaged"),
+    "pickle": (lambda name, data: data[:-20] if name.endswith("data.pkl") else data, "is no file of torch.save, or is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_of_torch_with_a_damaged_entry_is_refused(name, tmp_path):
+    change, words = ARCHIVES[name]
+    torch.save({"a": torch.ones(100), "b": torch.ones(1000)}, tmp_path / "a.pt")
+    packed_anew(tmp_path / "a.pt", lambda _, data: data)
+    target = {"a": torch.zeros(100), "b": torch.zeros(1000)}
+    assert parity.transfer(tmp_path / "a.pt", target).value["a"].tolist() == [1] * 100
+    packed_anew(tmp_path / "a.pt", change)
+    refused(tmp_path / "a.pt", words, target=target)
+
+
+def test_an_archive_from_a_machine_of_the_other_byte_order_is_turned_round(tmp_path, monkeypatch):
+    monkeypatch.setattr("parity.frameworks.torch.files.MAPPED", 1)
+    state = {name: torch.arange(5000.0) + place for place, name in enumerate("abc")}
+    torch.save(state, tmp_path / "a.pt")
+    other = {"little": b"big", "big": b"little"}[sys.byteorder]
+
+    def turned(name, data):
+        if name.endswith("byteorder"):
+            return other
+        return np.frombuffer(data, np.float32).byteswap().tobytes() if "/data/" in name else data
+
+    packed_anew(tmp_path / "a.pt", turned)
+    # With a cast each array is read twice.
+    done = parity.transfer(tmp_path / "a.pt", tmp_path / "b.pt", cast="float64", verify=True)
+    assert {e.target_dtype for e in done.plan} == {"float64"}
+    assert snapshot(torch.load(tmp_path / "b.pt")) == snapshot({name: tensor.double() for name, tensor in state.items()})
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
+    torch.save({"a": torch.ones(100), "b": torch.ones(1000)}, tmp_path / "a.pt")
+    packed_anew(tmp_path / "a.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
+    refused(tmp_path / "a.pt", "holds compressed entries, such as a/data.pkl, which torch.save never writes; unpack it")
+
+
+def test_no_damaged_byte_of_an_archive_is_an_error_of_another_kind(tmp_path):
+    torch.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    for place in range(0, len(content), 41):
+        damaged = bytearray(content)
+        damaged[place] ^= 0xFF
+        (tmp_path / "a.pt").write_bytes(damaged)
+        # Of the arrays' own bytes nothing tells whether they are right.
+        with contextlib.suppress(InputError):
+            parity.transfer(tmp_path / "a.pt", {"a": torch.zeros(3), "b": torch.zeros(4)})
+
+
+def test_a_name_that_is_no_text_is_not_written(tmp_path):
+    for end in (".safetensors", ".pt", ""):
+        with pytest.raises(InputError, match=r"'\\ud800' is no valid text \(a lone surrogate\), and cannot stand in a file"):
+            parity.transfer({"\ud800": torch.ones(1)}, tmp_path / f"a{end}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
@@ -285,6 +391,9 @@ MSGPACK = {
     "overflow": (msgpack.packb({"w": array((2**62, 4))}), "takes 73,786,976,294,838,206,464 bytes by its shape"),
     "inner": (msgpack.packb({"w": msgpack.ExtType(1, b"\x93")}), "it is cut short"),
     "two": (msgpack.packb({"a": {"b": array()}, "a.b": array()}), "two arrays are called a.b"),
+    "no-elements": (msgpack.packb({"w": array((0, 2**62), data=b"")}), "which no computer can hold"),
+    "axes": (msgpack.packb({"w": array((1,) * 65, data=b"\0" * 4)}), "has 65 axes, and 64 are the most"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid", "it is a git-lfs pointer"),
     "pieces": (
         msgpack.packb({"w": {"__msgpack_chunked_array__": True, "shape": {"0": 5}, "chunks": {"0": array()}}}),
         "the pieces of an array do not add up to its shape (5,)",
