@@ -142,8 +142,8 @@ def transfer(
 
     Args:
         source: a `torch.nn.Module`, a `state_dict`, an `nnx.Module`, an `nnx.State`, a `parity.Linen` or its
-            variables, or the path of a checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`,
-            `.bin`, `.msgpack`, an Orbax folder. Never changed; no code in a file is run.
+            variables, or the path of a checkpoint: `.safetensors`, its index file or folder, `.pt`, `.pth`, `.bin`,
+            `.msgpack`, an Orbax folder. Never changed; no code in a file is run.
         target: likewise. A module is filled in place; a tree or a `parity.Linen` only gives names, shapes and
             dtypes, and a new one is returned in `Transfer.value`. A checkpoint is written beside its
             place and then put there; the end of its name says its kind (a name without one becomes a
