@@ -206,7 +206,7 @@ def test_the_text_shows_the_plan_and_all_that_matters():
         "  lin.weight  -> lin.kernel  transposed, (3, 5) float32, 60 bytes",
         "  norm.weight -> norm.scale  as is, (5,) float32, 20 bytes",
         "  left out: extra.weight",
-        "  random state stays: 2 arrays",
+        "  random state, and what runs leave behind, stays: 2 arrays",
         "  setting: norm: eps=1e-05 in torch, epsilon=1e-06 in Flax; set epsilon=1e-05",
     ):
         assert line in text.splitlines(), line
@@ -239,6 +239,7 @@ def test_the_data_is_json_without_the_value():
         "bytes": 60,
         "decided_by": "rule",
         "shared": False,
+        "merged": [],
     }
     assert set(data) == {
         *("plan", "ignored", "random", "ties", "lost_ties", "settings", "alone", "notes", "verified", "passed"),
