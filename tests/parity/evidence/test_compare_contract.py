@@ -118,9 +118,16 @@ REFUSED = {
     "classes": (lambda: ((TorchTwo, FlaxTwo), X, {}), ["the class", "TorchTwo itself", "FlaxTwo itself", "make an instance"]),
     "trees": (
         lambda: ((two()[0].state_dict(), nnx.state(two()[1])), X, {}),
-        ["torch.nn.Module, got a collections.OrderedDict", "flax.nnx.Module or a parity.Linen, got flax.nnx", "computes nothing"],
+        [
+            "torch.nn.Module, got a collections.OrderedDict",
+            "flax.nnx.Module or a parity.Linen, got flax.nnx",
+            "computes nothing",
+        ],
     ),
-    "nothing": (lambda: ((None, None), X, {}), ["2 problems", "torch.nn.Module, got None", "flax.nnx.Module or a parity.Linen, got None"]),
+    "nothing": (
+        lambda: ((None, None), X, {}),
+        ["2 problems", "torch.nn.Module, got None", "flax.nnx.Module or a parity.Linen, got None"],
+    ),
     "float64 for float32": (
         lambda: (two(), X.astype(np.float64), {}),
         ["args[0] is float64", "computes in float32", "cast args[0] to float32"],
