@@ -108,11 +108,12 @@ def key_name(key: Any) -> str:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
-    return names_of(type(module))  # type: ignore[arg-type]
+    kind: Hashable = type(module)
+    return names_of(kind)
 
 
 @functools.lru_cache(maxsize=256)
-def names_of(kind: type) -> tuple[str, ...]:
+def names_of(kind: Any) -> tuple[str, ...]:
     names = []
     for cls in kind.__mro__:
         builtin = cls.__module__.startswith("flax.nnx")
