@@ -108,7 +108,7 @@ def key_name(key: Any) -> str:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
-    kind: Hashable = type(module)
+    kind: Any = type(module)
     return names_of(kind)
 
 
