@@ -31,7 +31,7 @@ def forbidden(path):
         return set()
     if name.startswith("frameworks/torch/"):
         return {"jax", "flax"} | WINGS
-    if name.startswith(("frameworks/nnx/", "frameworks/linen/")):
+    if name.startswith(("frameworks/nnx/", "frameworks/linen/", "frameworks/optax/", "frameworks/jax/")):
         return {"torch"} | WINGS
     return FRAMEWORKS | WINGS
 
