@@ -23,7 +23,7 @@ order of operations:
 | `clip_grad_norm_` | own | `clip_by_global_norm` divides by the norm itself, torch by the norm + 1e-6 |
 | `clip_grad_value_` | `clip` | |
 
-`foreach` and `fused` change rounding only. In half precision torch rounds to it after every
+`foreach` and `fused` change rounding only, but for ASGD, which is refused with `foreach`. In half precision torch rounds to it after every
 operation; the own parts compute each step in float32 and round once.
 
 torch keeps some numbers in float32 whatever the parameters' dtype, unless `torch.set_default_dtype`

@@ -112,7 +112,8 @@ class PolynomialLR:
     steps: int
 
     def at(self, t: Any, xp: Any = np) -> Any:
-        return self.base * (1.0 - xp.minimum(t, self.steps) / self.steps) ** self.power
+        # Not `1 - t / steps`: compiled, that may end below 0, of which a power is NaN.
+        return self.base * ((self.steps - xp.minimum(t, self.steps)) / self.steps) ** self.power
 
 
 @dataclass(frozen=True)

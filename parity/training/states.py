@@ -115,6 +115,9 @@ class Told:
         """Torch's state in the twin's."""
         room = frameworks.load("optax")
         mine, there = frameworks.load("torch.optimizers").read_state(source, self.found.names), room.read_state(target)
+        if there.tensors and not mine:
+            problem = "the optimizer has taken no step; what `init` gives is its state"
+            raise TransferError(f"optimizer state refused, nothing was written: {problem}", (problem,))
         problems: list[str] = []
         tensors, arrays = self.spread(mine, there.tensors, problems)
         scalars: dict[int, dict[str, float]] = {}
@@ -241,10 +244,7 @@ def only(values: set[Any]) -> Any:
 
 def unlike(name: str, have: set[str], want: set[str]) -> str:
     if not have:
-        return (
-            f"torch has no state for {name}: it has taken no step; what `init` gives is that state, or pass unused= to to_optax "
-            "if it never gets a gradient"
-        )
+        return f"torch has no state for {name}: it never had a gradient; pass unused={name!r} to to_optax if it never gets one"
     if not want:
         return f"the twin leaves {name} alone, but torch has {', '.join(sorted(have))} for it; make the twin anew"
     return f"torch has {', '.join(sorted(have))} for {name}, the twin {', '.join(sorted(want))}; make the twin anew"

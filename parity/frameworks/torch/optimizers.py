@@ -42,6 +42,8 @@ def read(
         problems += [f"{name}=True in group {number}: {why}" for name, why in OFF.items() if group.get(name)]
         odd = [tuple(p.shape) for p in group["params"] if not p.is_floating_point()]
         problems += [f"group {number} has parameters of shape {odd[0]} that are no real floats; leave them out"] if odd else []
+        if kind == "ASGD" and (group.get("foreach") or (group.get("foreach") is None and any(p.is_cuda for p in group["params"]))):
+            problems.append(f"group {number} of ASGD takes its rate in float32 by foreach; make the optimizer with foreach=False")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         problems.append("the optimizer has step hooks, which a twin cannot call; remove them")
     if problems:
