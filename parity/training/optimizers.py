@@ -4,27 +4,33 @@ What `parity.to_optax` builds from optax's own parts, because they take the same
 100 steps, parameters and state within 1e-13), and what it builds from parts of its own, in torch's
 order of operations:
 
-| torch | optax | the difference, if optax's own part is not used |
+| torch | built from | why optax's own part is not the same |
 |---|---|---|
-| SGD | `trace` | with dampening, or a momentum that a scheduler moves: own; optax has neither, and torch does not damp the first step |
-| Adam, AdamW | own | `scale_by_adam` takes `1 - b2 ** count` in float32, where 1 - 0.999 keeps 5 digits (6e-6 in the first update); in float64 they agree |
-| amsgrad | own | `scale_by_amsgrad` keeps the largest second moment after its bias correction, torch before it |
-| AdamW | `add_decayed_weights` | the order is the same; mind the defaults: decay 1e-2 in torch, 1e-4 in `optax.adamw` |
-| NAdam | own | `optax.nadam` has no momentum decay (psi = 4e-3) and no product of the momenta |
-| RAdam | own | `scale_by_radam` corrects the second moment before it adds eps, torch after |
-| Adagrad | own | `scale_by_rss` adds eps inside the root and starts at 0.1; `lr_decay` is missing |
+| SGD | `trace` | |
+| SGD, dampened | own | optax has no dampening; torch does not damp the first gradient |
+| SGD, cycled | own | optax's momentum is a constant, a scheduler's moves |
+| Adam, AdamW | own | in float32 `1 - b2 ** count` keeps 5 digits of 1 - 0.999; in float64 they agree |
+| amsgrad | own | `scale_by_amsgrad` keeps the largest second moment behind its bias correction, torch before |
+| NAdam | own | `optax.nadam` knows no `momentum_decay` and no product of the momenta |
+| RAdam | own | `scale_by_radam` adds eps behind the bias correction; in float32 its average is off by 3 % |
+| Adagrad | own | `scale_by_rss` adds eps inside the root, starts at 0.1, has no `lr_decay` |
 | Adadelta | `scale_by_adadelta` | |
-| RMSprop | `scale_by_rms(eps_in_sqrt=False)`, `scale_by_stddev`, `trace` | optax.rmsprop adds eps inside the root, decays by 0.9 and takes the rate before the momentum, which differs once the rate moves |
-| Adamax | own | `scale_by_adamax` takes the bias correction in float32; in float64 they agree |
+| RMSprop | `scale_by_rms(eps_in_sqrt=False)` | |
+| RMSprop, centered | `scale_by_stddev(eps_in_sqrt=False)` | |
+| RMSprop, momentum | `trace` before the rate | `optax.rmsprop` has it behind the rate, which differs once that moves |
+| Adamax | own | in float32 as Adam; in float64 they agree |
 | ASGD | own | optax has none |
-| Rprop | own | `scale_by_rprop` starts otherwise and keeps no gradient of zero |
-| weight decay | `add_decayed_weights` | coupled (before the optimizer) but for AdamW and `decoupled_weight_decay=True` (behind it) |
+| Rprop | own | `scale_by_rprop` takes its first step with another size |
+| weight decay | `add_decayed_weights` | before the optimizer, but for AdamW and `decoupled_weight_decay` behind it |
 | `maximize` | `scale(-1)` | before the decay, as in torch |
-| `clip_grad_norm_` | own | `clip_by_global_norm` divides by the norm itself, torch by the norm + 1e-6 |
+| `clip_grad_norm_` | own | `clip_by_global_norm` divides by the norm alone, torch by the norm + 1e-6 |
 | `clip_grad_value_` | `clip` | |
 
-`foreach` and `fused` change rounding only, but for ASGD, which is refused with `foreach`. In half precision torch rounds to it after every
-operation; the own parts compute each step in float32 and round once.
+Defaults differ too: `optax.adamw` decays by 1e-4, torch by 1e-2; `optax.rmsprop` has decay 0.9 and eps
+inside the root, torch alpha 0.99.
+
+`foreach` and `fused` change rounding only, but for ASGD, which is refused with `foreach`. In half
+precision torch rounds after every operation; the own parts compute each step in float32 and round once.
 
 torch keeps some numbers in float32 whatever the parameters' dtype, unless `torch.set_default_dtype`
 says otherwise: NAdam's product of momenta and ASGD's rate. The twins round at the same places.
@@ -41,8 +47,8 @@ KNOWN = (*ADAM_LIKE, "SGD", "Adagrad", "Adadelta", "RMSprop", "Adamax", "ASGD", 
 
 # Why others have no twin, and what to do instead.
 REFUSED = {
-    "LBFGS": "it calls the loss several times in a step, which no optax update of gradients can; optax.lbfgs has another line search",
-    "SparseAdam": "it moves only the rows that have a gradient, which a dense gradient does not tell; use Adam on dense gradients",
+    "LBFGS": "it calls the loss several times in a step, which no update of gradients can; optax.lbfgs searches otherwise",
+    "SparseAdam": "it moves only rows that have a gradient, which a dense gradient does not tell; use Adam on dense gradients",
     "Adafactor": "it factors moments by rows and columns, which other layouts of a kernel exchange; use AdamW",
     "Muon": "it orthogonalises whole matrices in bfloat16, which other layouts of a kernel change; use AdamW",
 }

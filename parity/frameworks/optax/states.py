@@ -126,7 +126,7 @@ def write_state(value: Any, new: Found) -> Any:
         else:
             leaves.append(leaf if made is None else made)
     if not isinstance(value, nnx.Optimizer):
-        return structure.unflatten(leaves)
+        return jax.tree.unflatten(structure, leaves)
     value.step.set_value(jnp.asarray(max(new.counts.values(), default=0), jnp.uint32))
     return value
 
@@ -137,4 +137,3 @@ def wanted(place: Place, new: Found) -> Any:
     if place.path is not None:
         return new.tensors.get(place.path, {}).get(place.name)
     return new.scalars.get(place.group, {}).get(place.name)
-

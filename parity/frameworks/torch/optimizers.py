@@ -1,6 +1,6 @@
 """Optimizers of torch: their options, and their state read and written."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,12 @@ def read(
         problems += [f"{name}=True in group {number}: {why}" for name, why in OFF.items() if group.get(name)]
         odd = [tuple(p.shape) for p in group["params"] if not p.is_floating_point()]
         problems += [f"group {number} has parameters of shape {odd[0]} that are no real floats; leave them out"] if odd else []
-        if kind == "ASGD" and (group.get("foreach") or (group.get("foreach") is None and any(p.is_cuda for p in group["params"]))):
-            problems.append(f"group {number} of ASGD takes its rate in float32 by foreach; make the optimizer with foreach=False")
+        if kind == "ASGD" and (
+            group.get("foreach") or (group.get("foreach") is None and any(p.is_cuda for p in group["params"]))
+        ):
+            problems.append(
+                f"group {number} of ASGD takes its rate in float32 by foreach; make the optimizer with foreach=False"
+            )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         problems.append("the optimizer has step hooks, which a twin cannot call; remove them")
     if problems:
@@ -123,21 +127,16 @@ def still(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, np.ndarray | float]]:
     """The state of each parameter that has one: arrays, single numbers and `step`, by torch's names."""
+    tensors, scalars = TENSORS[type(optimizer).__name__], (*SCALARS.get(type(optimizer).__name__, ()), "step")
     found: dict[str, dict[str, np.ndarray | float]] = {}
     for parameter, state in optimizer.state.items():
-        entries = {name: value for name, value in state.items() if value is not None}
+        entries: dict[str, np.ndarray | float] = {
+            name: to_numpy(state[name]) for name in tensors if state.get(name) is not None
+        }
+        entries |= {name: float(state[name]) for name in scalars if name in state}
         if entries:
-            found[names[id(parameter)]] = {
-                name: to_numpy(value) if isinstance(value, Tensor) and value.ndim else float(value)
-                for name, value in entries.items()
-                if name in (*TENSORS[type(optimizer).__name__], *SCALARS.get(type(optimizer).__name__, ()), "step")
-            } | flat(parameter, entries, TENSORS[type(optimizer).__name__])
+            found[names[id(parameter)]] = entries
     return found
-
-
-def flat(parameter: Tensor, entries: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, np.ndarray]:
-    """The arrays of a parameter without axes, which look like single numbers."""
-    return {name: to_numpy(entries[name]) for name in tensors if name in entries and not parameter.ndim}
 
 
 def write_state(

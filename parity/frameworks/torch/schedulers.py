@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.optim import lr_scheduler as torch_schedulers
@@ -24,7 +24,7 @@ def owns(value: Any) -> bool:
     return isinstance(value, LRScheduler)
 
 
-def position(scheduler: LRScheduler) -> int:
+def position(scheduler: Any) -> int:
     """How many steps a scheduler has taken."""
     return position(scheduler._schedulers[0]) if not hasattr(scheduler, "last_epoch") else scheduler.last_epoch
 
@@ -137,7 +137,7 @@ def stepped() -> None:
 stepped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def formulas(scheduler: LRScheduler, group: int) -> Moved:
+def formulas(scheduler: Any, group: int) -> Moved:
     """The options of a group that a scheduler moves; empty if it has no formula."""
     name = type(scheduler).__name__
     if vars(torch_schedulers).get(name) is not type(scheduler):
@@ -160,7 +160,7 @@ def chained(scheduler: Any, group: int) -> Moved:
     parts = [formulas(part, group).get("lr") for part in scheduler._schedulers]
     if not all(isinstance(part, FACTORS) for part in parts):
         return {}
-    factors = tuple(replace(part, base=1.0) for part in parts)  # type: ignore[type-var]
+    factors = tuple(cast(Schedule, replace(part, base=1.0)) for part in cast(list[Any], parts))
     return {"lr": schedules.Product(float(plain(scheduler.optimizer.param_groups[group]["initial_lr"])), factors)}
 
 
@@ -224,16 +224,14 @@ def cycles(scheduler: Any, group: int) -> Moved:
     return found
 
 
-def advance(scheduler: LRScheduler, steps: int) -> None:
+def advance(scheduler: Any, steps: int) -> None:
     """Take steps until a scheduler has taken so many.
 
     Raises:
         InputError: it has taken more.
     """
     if position(scheduler) > steps:
-        raise InputError(
-            f"the scheduler has taken {position(scheduler)} steps and the run {steps}; give one that is made anew"
-        )
+        raise InputError(f"the scheduler has taken {position(scheduler)} steps and the run {steps}; give one that is made anew")
     # Otherwise torch warns that no optimizer has stepped, as it has not: in the other framework one has.
     scheduler.optimizer._opt_called = True
     while position(scheduler) < steps:

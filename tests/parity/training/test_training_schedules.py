@@ -55,14 +55,18 @@ FORMULAS: dict[str, Make] = {
     "SequentialLR": lambda o: lrs.SequentialLR(
         o, [lrs.LinearLR(o, 0.01, 1, 50), lrs.CosineAnnealingLR(o, 900), lrs.ExponentialLR(o, 0.99)], [50, 700]
     ),
-    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.5, 20), lrs.ExponentialLR(o, 0.99), lrs.StepLR(o, 100)]),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o, 0.5, 20), lrs.ExponentialLR(o, 0.99), lrs.StepLR(o, 100)]
+    ),
 }
 TABLES: dict[str, Make] = {
     "LambdaLR": lambda o: lrs.LambdaLR(o, [lambda e: min(1.0, e / 10), lambda e: 0.95**e]),
     "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda e: 0.99 if e % 3 else 1.0),
     "one of your own": Mine,
     "CyclicLR with a function": lambda o: lrs.CyclicLR(o, 0.01, 0.2, 30, scale_fn=lambda x: 1 / x),
-    "a chain that overwrites": lambda o: lrs.ChainedScheduler([lrs.CosineAnnealingWarmRestarts(o, 10), lrs.ExponentialLR(o, 0.99)]),
+    "a chain that overwrites": lambda o: lrs.ChainedScheduler(
+        [lrs.CosineAnnealingWarmRestarts(o, 10), lrs.ExponentialLR(o, 0.99)]
+    ),
     "a sequence with one of these": lambda o: lrs.SequentialLR(
         o, [lrs.LambdaLR(o, lambda e: (e + 1) / 8), lrs.ExponentialLR(o, 0.9)], [8]
     ),
@@ -153,7 +157,7 @@ def test_neither_scheduler_nor_optimizer_moves():
 
 
 def test_a_scheduler_of_a_metric_is_refused():
-    with pytest.raises(parity.InputError, match="by a metric.*optax.contrib.reduce_on_plateau"):
+    with pytest.raises(parity.InputError, match=r"by a metric.*optax.contrib.reduce_on_plateau"):
         parity.to_optax(lrs.ReduceLROnPlateau(two_groups()))
 
 
@@ -162,7 +166,7 @@ def test_a_rate_changed_by_hand_is_found():
     scheduler = lrs.ExponentialLR(optimizer, 0.9)
     torch_rates(optimizer, scheduler, 3)
     optimizer.param_groups[1]["lr"] = 0.5
-    with pytest.raises(parity.InputError, match="after 3 steps lr of group 1 is 0.5, by the formula 0.02187; .* steps=N"):
+    with pytest.raises(parity.InputError, match=r"after 3 steps lr of group 1 is 0.5, by the formula 0.02187; .* steps=N"):
         parity.to_optax(scheduler, group=0)
     assert float(parity.to_optax(scheduler, group=1, steps=2)(3)) == 0.5
 
@@ -173,7 +177,9 @@ def test_groups_with_rates_of_their_own_ask_which():
         parity.to_optax(scheduler)
     with pytest.raises(parity.InputError, match="group must be from 0 to 1, got 2"):
         parity.to_optax(scheduler, group=2)
-    assert float(parity.to_optax(lrs.ExponentialLR(optim.SGD([nn.Parameter(torch.zeros(1))], 0.5), 0.9))(1)) == pytest.approx(0.45)
+    assert float(parity.to_optax(lrs.ExponentialLR(optim.SGD([nn.Parameter(torch.zeros(1))], 0.5), 0.9))(1)) == pytest.approx(
+        0.45
+    )
 
 
 def test_formulas_are_the_same_in_numpy_alone():
@@ -230,7 +236,7 @@ def test_every_group_has_its_own_rate_and_momentum():
 def test_a_momentum_that_moves_in_rmsprop_is_refused():
     optimizer = optim.RMSprop([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
     scheduler = lrs.OneCycleLR(optimizer, 0.2, total_steps=10)
-    with pytest.raises(parity.InputError, match="RMSprop whose momentum a scheduler moves.*cycle_momentum=False"):
+    with pytest.raises(parity.InputError, match=r"RMSprop whose momentum a scheduler moves.*cycle_momentum=False"):
         parity.to_optax(optimizer, scheduler=scheduler)
 
 
@@ -238,4 +244,6 @@ def test_no_warning_of_torchs_reaches_the_caller():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = two_groups()
-        load("torch.schedulers").rehearse(lrs.SequentialLR(optimizer, [lrs.ConstantLR(optimizer), lrs.StepLR(optimizer, 2)], [2]), 5)
+        load("torch.schedulers").rehearse(
+            lrs.SequentialLR(optimizer, [lrs.ConstantLR(optimizer), lrs.StepLR(optimizer, 2)], [2]), 5
+        )

@@ -212,7 +212,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     refused("in group 0 a has taken 3 steps and b 7; optax counts once for a group", optimizer, blank, *models)
     optimizer.state[model.b]["step"] -= 4
     scheduler = lrs.StepLR(MAKE["Adam"](model.parameters()), 3)
-    refused("group 0 has taken 3 steps and the scheduler 0, of 1 updates each; pass every=", optimizer, blank, *models, scheduler=scheduler)
+    refused(
+        "group 0 has taken 3 steps and the scheduler 0, of 1 updates each; pass every=",
+        optimizer,
+        blank,
+        *models,
+        scheduler=scheduler,
+    )
     model.c.requires_grad_(False)
     fewer = parity.to_optax(optimizer, *models).init(start("float32"))
     refused("the twin leaves c alone, but torch has exp_avg, exp_avg_sq for it", optimizer, fewer, *models)
@@ -242,7 +248,14 @@ def test_a_scheduler_that_is_too_far_is_refused():
     _, state = flax_run(tx, start("float32"), gradients(4, "float32"))
     torch_run(optimizer, model, gradients(6, "float32"), scheduler.step)
     before = numbers(optimizer)["0.exp_avg"].copy()
-    refused("the scheduler has taken 6 steps and the run 4; give one that is made anew", state, optimizer, model, flax, scheduler=scheduler)
+    refused(
+        "the scheduler has taken 6 steps and the run 4; give one that is made anew",
+        state,
+        optimizer,
+        model,
+        flax,
+        scheduler=scheduler,
+    )
     assert (numbers(optimizer)["0.exp_avg"] == before).all()
 
 

@@ -180,6 +180,8 @@ def nets() -> tuple[TorchNet, FlaxNet, optim.Optimizer]:
     with torch.no_grad():
         for p in ours.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    optimizer = optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01, weight_decay=0.2)
+    optimizer = optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01, weight_decay=0.2
+    )
     parity.transfer(ours, theirs)
     return ours, theirs, optimizer

@@ -1,0 +1,1 @@
+"""What NNX and Linen have in common: jax alone."""
