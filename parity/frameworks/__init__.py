@@ -16,6 +16,8 @@ FILES = {"torch.files": ("torch", "torch"), "nnx.orbax": ("orbax.checkpoint", "f
 TRAINING = {
     "torch.optimizers": ("torch", "torch"),
     "torch.schedulers": ("torch", "torch"),
+    "torch.training": ("torch", "torch"),
+    "nnx.training": ("optax", "flax"),
     "optax": ("optax", "flax"),
     "jax.initializers": ("jax", "flax"),
 }

@@ -44,7 +44,8 @@ def to_optax(
             treated differently: several groups, parameters that the optimizer does not have or that
             need no gradient (both are left alone, as torch does).
         flax_model: its twin, as in `parity.transfer`.
-        scheduler: of that optimizer; moves its rate, and its momentum where it cycles.
+        scheduler: of that optimizer; moves its rate, and its momentum where it cycles. False keeps both as they
+            are now, although there is one.
         every: updates to each step of the scheduler: 1, or the updates of an epoch.
         steps: take that many values of the scheduler from a rehearsal of torch's own code: bit-equal, and
             possible for whatever scheduler (LambdaLR, one of your own); NaN behind the last. Without
@@ -69,12 +70,16 @@ def to_optax(
         raise InputError(f"every and steps must be whole numbers of at least 1, got every={every!r}, steps={steps!r}")
     if which(source) == "scheduler":
         return schedule_alone(source, every, steps, group)
-    if scheduler is not None and getattr(scheduler, "optimizer", None) is not source:
+    room = frameworks.load("torch.optimizers")
+    if scheduler is None and room.is_scheduled(source):
+        raise InputError(
+            "a scheduler moves this optimizer; pass scheduler=..., or scheduler=False to keep the rate as it is now"
+        )
+    if scheduler and getattr(scheduler, "optimizer", None) is not source:
         raise InputError("the scheduler belongs to another optimizer; give the one that was made for this one")
     if (torch_model is None) != (flax_model is None):
         raise InputError("torch_model and flax_model go together: give both or neither")
-    room = frameworks.load("torch.optimizers")
-    moved = None if scheduler is None else moves(scheduler, every, steps)
+    moved = moves(scheduler, every, steps) if scheduler else None
     if torch_model is None:
         optimizer = room.read(source, None, moved)
         alike(optimizer, room.still(source), tuple(unused))

@@ -23,6 +23,11 @@ def owns(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler was made for an optimizer: it wraps its step."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def read(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None, moved: Sequence[Moved] | None = None
 ) -> Optimizer:

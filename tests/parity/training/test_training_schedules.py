@@ -233,6 +233,18 @@ def test_every_group_has_its_own_rate_and_momentum():
         assert parted(flax_run(tx, start(), gradients(40))[0], expected) < 1e-13
 
 
+def test_a_scheduler_that_is_not_given_is_missed():
+    optimizer = two_groups()
+    lrs.StepLR(optimizer, 3)
+    with pytest.raises(parity.InputError, match=r"a scheduler moves this optimizer; pass scheduler=\.\.\., or scheduler=False"):
+        parity.to_optax(optimizer)
+    kept = optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    lrs.StepLR(kept, 3)
+    tx = parity.to_optax(kept, scheduler=False)
+    updates, _ = tx.update({"a": np.float32([1, 2])}, tx.init({"a": np.float32([0, 0])}), {"a": np.float32([0, 0])})
+    np.testing.assert_allclose(updates["a"], [-0.1, -0.2])
+
+
 def test_a_momentum_that_moves_in_rmsprop_is_refused():
     optimizer = optim.RMSprop([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
     scheduler = lrs.OneCycleLR(optimizer, 0.2, total_steps=10)
