@@ -39,7 +39,7 @@ def first_lines(training: "Training") -> list[str]:
     if drift.gradients <= training.allowed:
         return [
             f"step {drift.step}: {training.parted[0]}{others} part, by {drift.values:.2g} of the largest value {allowed}",
-            f"  the gradients before it agree to {drift.gradients:.2g}: the optimizer takes another step",
+            f"  gradients before it agree to {drift.gradients:.2g}: the optimizer or a running statistic takes another step",
         ]
     return [
         f"step {drift.step}: gradients of {training.parted[0]}{others} part, by {drift.gradients:.2g} of the largest {allowed}",

@@ -150,10 +150,7 @@ def train_both(
         theirs = frameworks.load("nnx.training").Run(flax_model, loss[1])
         refuse_other_start(pairing, mine.values(), theirs.values())
         batches = [tuple(map(plain, batch)) for batch in batches]
-        unused: tuple[str, ...] = ()
-        if batches:
-            unused = tuple(name for name, gradient in mine.gradients(batches[0])[1].items() if gradient is None)
-            unused = tuple(name for name in unused if id_named(mine, name) in moved(mine.optimizer))
+        unused = mine.unused(batches[0]) if batches else ()
         options = {"scheduler": mine.scheduler, "every": every, "rename": rename, "ignore": ignore}
         if transformation is None:
             clip = None if max_norm is None else clip_grad_norm(max_norm)
@@ -168,14 +165,6 @@ def train_both(
 def scheduled(mine: Any) -> dict[str, Any]:
     """A copied optimizer is not wrapped by its scheduler any more; an optimizer without one has none."""
     return {} if mine.scheduler is not None else {"scheduler": False}
-
-
-def id_named(mine: Any, name: str) -> int:
-    return next(number for number, known in mine.names.items() if known == name)
-
-
-def moved(optimizer: Any) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def plain(array: Any) -> np.ndarray:

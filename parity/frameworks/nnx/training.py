@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from parity.frameworks.nnx.leaves import content, to_numpy
-from parity.frameworks.nnx.running import cast
+from parity.frameworks.nnx.running import QUICK, cast, platform
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 Arrays = dict[str, Any]
@@ -48,7 +48,7 @@ class Run:
             updates, new_state = self.tx.update(gradients, state, parameters)
             return value, gradients, optax.apply_updates(parameters, updates), new_rest, new_state
 
-        return jax.jit(step)
+        return jax.jit(step, compiler_options=QUICK.get(platform()))
 
     def evaluate(self, parameters: Arrays, rest: Any, batch: Sequence[Any]) -> tuple[jax.Array, Any]:
         """The loss, and what the model changed besides its parameters."""

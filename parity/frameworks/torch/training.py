@@ -47,6 +47,16 @@ class Run:
         found = {name: None if p.grad is None else np.array(to_numpy(p.grad)) for name, p in self.model.named_parameters()}
         return float(value.detach()), found
 
+    def unused(self, batch: Sequence[np.ndarray]) -> tuple[str, ...]:
+        """The parameters of the optimizer that get no gradient; nothing moves, running statistics neither."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        _, found = self.gradients(batch)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(before[name])
+        moved = {self.names[id(p)] for group in self.optimizer.param_groups for p in group["params"]}
+        return tuple(name for name, gradient in found.items() if gradient is None and name in moved)
+
     def update(self, scheduled: bool) -> None:
         """One step of the optimizer on the last gradients, and one of the scheduler if it is time for it."""
         if self.max_norm is not None:

@@ -208,6 +208,21 @@ def test_groups_follow_the_pairing_of_layouts_in_nnx_optimizer():
         np.testing.assert_allclose(back[name].numpy(), p.numpy(), rtol=1e-6, err_msg=name)
 
 
+def test_a_parameter_with_two_names_is_one():
+    with jax.enable_x64(True):
+        model, flax, grads = Torch(start()), Flax(start()), gradients(5)
+        model.again, flax.again = model.c, flax.c
+        optimizer = grouped(model)
+        params = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(flax, nnx.Param))}
+        shared = {name: grads["c" if name == "again" else name] for name in params}
+        tx = parity.to_optax(optimizer, model, flax)
+        actual, state = flax_run(tx, params, shared)
+        expected = torch_run(optimizer, model, {name: g for name, g in grads.items() if name != "e"})
+        actual["c"] = actual.pop("again", actual.get("c"))
+        assert parted(actual, expected) < 1e-13
+        assert len(parity.transfer_optimizer(state, optimizer, model, flax).arrays) == 9
+
+
 def test_a_twin_works_inside_a_chain():
     with jax.enable_x64(True):
         model, grads = Torch(start()), gradients(6)

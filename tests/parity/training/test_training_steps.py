@@ -137,7 +137,7 @@ def test_a_fault_of_the_optimizer_is_seen_in_the_first_step_and_the_gradients_ar
     optimizer = adamw(ours)
     found = train_both(ours, theirs, optimizer, batches(2), LOSS, transformation=FAULTS[name](optimizer, ours, theirs))
     assert not found.passed and found.first == 1 and found.drift[0].gradients < 1e-12
-    assert "step 1: " in str(found) and "the optimizer takes another step" in str(found)
+    assert "step 1: " in str(found) and "the optimizer or a running statistic takes another step" in str(found)
     with pytest.raises(parity.DivergenceError, match="NOT the same training"):
         found.raise_for_divergence()
 
@@ -159,6 +159,14 @@ def test_a_fault_of_the_model_is_told_from_one_of_the_optimizer():
     found = train_both(ours, theirs, adamw(ours), batches(2), LOSS)
     assert found.first == 1 and found.drift[0].gradients > 1e-8
     assert "step 1: gradients of " in str(found) and "the models differ" in str(found)
+
+
+def test_a_running_variance_that_is_biased_is_named():
+    ours, theirs = models()
+    ours.batch.train()
+    theirs.batch.use_running_average = False
+    found = train_both(ours, theirs, adamw(ours), batches(1), LOSS)
+    assert found.first == 1 and found.parted == ("batch.running_var",)
 
 
 def test_a_row_that_torch_gives_no_gradient_is_seen():
