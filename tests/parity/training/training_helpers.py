@@ -14,6 +14,7 @@ from helpers import random
 from torch import nn, optim
 
 import parity
+from parity.frameworks.nnx.running import QUICK
 
 torch.set_num_threads(1)
 
@@ -83,7 +84,8 @@ def flax_run(tx: optax.GradientTransformation, params: Any, grads: Arrays, state
         return (params, state), params
 
     full = {name: grads.get(name, np.zeros((len(next(iter(grads.values()))), *p.shape), p.dtype)) for name, p in params.items()}
-    (_, state), found = jax.jit(functools.partial(jax.lax.scan, step))((params, state), full)
+    run = jax.jit(functools.partial(jax.lax.scan, step), compiler_options=QUICK.get(jax.default_backend()))
+    (_, state), found = run((params, state), full)
     return {name: np.asarray(values) for name, values in found.items()}, state
 
 
