@@ -23,6 +23,12 @@ from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
 from parity.suite import environment as environment
+from parity.training import initializers as initializers
+from parity.training.convert import clip_grad_norm as clip_grad_norm
+from parity.training.convert import clip_grad_value as clip_grad_value
+from parity.training.convert import to_optax as to_optax
+from parity.training.states import OptimizerTransfer as OptimizerTransfer
+from parity.training.states import transfer_optimizer as transfer_optimizer
 from parity.weights import layouts as layouts
 from parity.weights.empty import empty as empty
 from parity.weights.ledger import add_rule as add_rule

@@ -12,18 +12,27 @@ from parity.errors import InputError, MissingFrameworkError
 NEEDS = {"torch": ("torch", "torch"), "nnx": ("flax", "flax"), "linen": ("flax", "flax")}
 # Rooms that own no models: they only read and write files.
 FILES = {"torch.files": ("torch", "torch"), "nnx.orbax": ("orbax.checkpoint", "flax")}
+# Rooms of optimizers, schedules and initialisers.
+TRAINING = {
+    "torch.optimizers": ("torch", "torch"),
+    "torch.schedulers": ("torch", "torch"),
+    "torch.training": ("torch", "torch"),
+    "nnx.training": ("optax", "flax"),
+    "optax": ("optax", "flax"),
+    "jax.initializers": ("jax", "flax"),
+}
 
 
 def load(room: str) -> ModuleType:
     """Import a room of this package.
 
     Args:
-        room: `torch`, `nnx`, `linen`, `torch.files` or `nnx.orbax`.
+        room: a key of the tables above.
 
     Raises:
         MissingFrameworkError: its framework is not installed.
     """
-    package, extra = (NEEDS | FILES)[room]
+    package, extra = (NEEDS | FILES | TRAINING)[room]
     # The parent first: a search below a package that is missing is an error.
     if any(importlib.util.find_spec(name) is None for name in dict.fromkeys((package.partition(".")[0], package))):
         raise MissingFrameworkError(f"{package} is not installed; install it with: pip install '.[{extra}]' in a clone")

@@ -1,0 +1,59 @@
+"""The outcome of training both models, in words."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parity.training.steps import Drift, Training
+
+# Rows of the drift that are shown: the first, then ever fewer, and the last.
+SHOWN = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+def training_text(training: "Training") -> str:
+    """The verdict, what parts first and why, and the drift."""
+    steps = len(training.drift)
+    largest = max(training.drift, key=lambda drift: drift.values, default=None)
+    if largest is None:
+        return "no step was taken: batches is empty"
+    if training.passed:
+        lines = [
+            f"the same training: {steps} steps in float64, largest difference {largest.values:.2g} of "
+            f"{largest.worst} (allowed {training.allowed:.0e})"
+        ]
+    else:
+        lines = ["NOT the same training", "", *first_lines(training)]
+    lines += ["", *rows(training)]
+    if training.noise:
+        names = ", ".join(f"{name} ({count})" for name, count in training.noise)
+        lines += ["", f"gradient is rounding alone, not compared: {names}"]
+    if training.unused:
+        lines += ["", f"without gradient, left alone: {', '.join(training.unused)}"]
+    return "\n".join(lines)
+
+
+def first_lines(training: "Training") -> list[str]:
+    """The first step that shows a difference, and which half of it is to blame."""
+    drift = training.drift[(training.first or 1) - 1]
+    others = f" and {len(training.parted) - 1} more" if len(training.parted) > 1 else ""
+    allowed = f"(allowed {training.allowed:.0e})"
+    if drift.gradients <= training.allowed:
+        return [
+            f"step {drift.step}: {training.parted[0]}{others} part, by {drift.values:.2g} of the largest value {allowed}",
+            f"  gradients before it agree to {drift.gradients:.2g}: the optimizer or a running statistic takes another step",
+        ]
+    return [
+        f"step {drift.step}: gradients of {training.parted[0]}{others} part, by {drift.gradients:.2g} of the largest {allowed}",
+        "  the models differ, or what an earlier step did to them: see parity.compare(...)",
+    ]
+
+
+def rows(training: "Training") -> list[str]:
+    """The drift as a table."""
+    wanted = {*SHOWN, training.first, len(training.drift)}
+    shown = [drift for drift in training.drift if drift.step in wanted]
+    return [f"{'step':>6} {'loss (torch)':>14} {'flax - torch':>13} {'gradients':>10} {'parameters':>10}", *map(row, shown)]
+
+
+def row(drift: "Drift") -> str:
+    numbers = f"{drift.loss:>14.6g} {drift.loss_difference:>13.1e} {drift.gradients:>10.1e} {drift.values:>10.1e}"
+    return f"{drift.step:>6} {numbers}  {drift.worst}"

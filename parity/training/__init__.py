@@ -1,0 +1,1 @@
+"""How two models are trained alike: optimizers, schedules and their state."""
