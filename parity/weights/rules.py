@@ -511,6 +511,9 @@ RULES += [
 # What Linen calls a layer whose arrays and settings are those of NNX.
 LINEN = {
     "flax.nnx.Linear": "flax.linen.Dense",
+    "flax.nnx.LinearGeneral": "flax.linen.DenseGeneral",
+    "flax.nnx.Einsum": "flax.linen.Einsum",
+    "flax.nnx.Bidirectional": "flax.linen.Bidirectional",
     "flax.nnx.MultiHeadAttention": "flax.linen.MultiHeadDotProductAttention",
     **{
         f"flax.nnx.{name}": f"flax.linen.{name}"

@@ -133,10 +133,11 @@ def equal(wanted: Any, got: Any) -> bool:
 
 def general_axes_agree(torch: Settings, flax: Settings) -> list[str]:
     """Whether a general linear layer contracts the last axes in their order, as torch does the flattened ones."""
-    axes, batch = tuple(flax("axis")), dict(flax("batch_axis") or {})
+    axis, batch = flax("axis"), flax("batch_axis") or flax("batch_dims")
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
     wanted = tuple(range(-len(axes), 0))
     found = [] if axes == wanted else [f"axis={axes} in Flax, torch takes the last axes in their order; set axis={wanted}"]
-    return found + ([f"batch_axis={batch} in Flax, torch has one weight for all; leave it out"] if batch else [])
+    return found + ([f"batch axes {batch} in Flax, torch has one weight for all; leave it out"] if batch else [])
 
 
 def einsum_agrees(torch: Settings, flax: Settings) -> list[str]:

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from parity.frameworks.jax.running import QUICK, cast, platform
 from parity.frameworks.nnx.leaves import content, to_numpy
-from parity.frameworks.nnx.running import QUICK, cast, platform
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 Arrays = dict[str, Any]
