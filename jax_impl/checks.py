@@ -200,6 +200,66 @@ def check_features(where: str, x: Array, width: int, weight: Array) -> None:
     raise_all(where, problems)
 
 
+def check_choices(where: str, name: str, given: str, choices: tuple[str, ...]) -> None:
+    """Refuse an option that is none of the known ones.
+
+    Args:
+        where: the class.
+        name: the option.
+        given: its value.
+        choices: the values that it may have.
+
+    Raises:
+        InputError: `given` is none of them.
+    """
+    if given not in choices:
+        raise InputError(f"{where}: {name} must be one of {', '.join(map(repr, choices))}, got {given!r}")
+
+
+def check_batches(where: str, max_len: int, **batches: Array) -> None:
+    """Refuse ids that are not `(n, l)` with one n and at most max_len of them in a row.
+
+    Args:
+        where: what was called.
+        max_len: the longest sequence.
+        batches: ids under the names of the call.
+
+    Raises:
+        InputError: kind, rank, dtype, length or batch size does not fit.
+    """
+    problems = []
+    for name, ids in batches.items():
+        found = _ids_problems(name, ids)
+        if not found and ids.ndim != 2:
+            found = [f"{name} must have 2 axes (batch, length), got {ids.ndim} with shape {tuple(ids.shape)}"]
+        if not found and ids.shape[1] > max_len:
+            found = [f"{name} is {ids.shape[1]} tokens long and max_len is {max_len}; shorten it or give a larger max_len"]
+        problems += found
+    if not problems and len({ids.shape[0] for ids in batches.values()}) > 1:
+        named = ", ".join(f"{name} {tuple(ids.shape)}" for name, ids in batches.items())
+        problems.append(f"all ids must have the same batch size, got {named}")
+    raise_all(where, problems)
+
+
+def check_tokens(where: str, tokens: Array, n_tokens: int) -> None:
+    """Refuse ids that name no row.
+
+    Args:
+        where: the layer.
+        tokens: ids, any shape.
+        n_tokens: number of rows.
+
+    Raises:
+        InputError: `tokens` is no array of integers, or an id is outside [0, n_tokens).
+    """
+    problems = _ids_problems("the ids", tokens)
+    if not problems and _has_values(tokens):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= n_tokens:
+            problems.append(f"the ids must be from 0 to {n_tokens - 1}, got {low} to {high}")
+    raise_all(where, problems)
+
+
 KIND = "jax.Array"
 
 
@@ -249,3 +309,16 @@ def _device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
         return []
     mine, theirs = (", ".join(sorted(map(str, a.devices()))) for a in (x, other))
     return [f"{name} is on {mine} and {than} on {theirs}; move {name} to {theirs}"]
+
+
+def _ids_problems(name: str, ids: Any) -> list[str]:
+    if not isinstance(ids, Array | np.ndarray):
+        return [f"{name} must be a {KIND}, got {type(ids).__name__}"]
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        return [f"{name} must be integers, got {dtype_name(ids)}"]
+    return []
+
+
+def _has_values(ids: Array) -> bool:
+    # A program being traced cannot stop at a value; there the lookup gives NaN.
+    return not isinstance(ids, jax.core.Tracer) and ids.size > 0
