@@ -179,7 +179,7 @@ class LayerNorm(nnx.LayerNorm):
         Raises:
             InputError: width, dtype or device is not that of the weights.
         """
-        check_features("LayerNorm", input, self.width, self.scale[...])
+        check_features("LayerNorm", input, self.width, self.scale[...])  # type: ignore[index]
         return super().__call__(input)
 
 
@@ -214,7 +214,7 @@ class RMSNorm(nnx.RMSNorm):
         Raises:
             InputError: width, dtype or device is not that of the weights.
         """
-        check_features("RMSNorm", input, self.width, self.scale[...])
+        check_features("RMSNorm", input, self.width, self.scale[...])  # type: ignore[index]
         return super().__call__(input)
 
 

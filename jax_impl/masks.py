@@ -19,7 +19,7 @@ def padding_mask(tokens: Int[Array, "n l"], pad: int) -> Bool[Array, "n 1 1 l"]:
     return (tokens == pad)[:, None, None, :]
 
 
-def causal_mask(lq: int, lk: int, like: Array, offset: int = 0) -> Bool[Array, "1 1 lq lk"]:
+def causal_mask(lq: int, lk: int, like: Array, offset: int | Int[Array, ""] = 0) -> Bool[Array, "1 1 lq lk"]:
     """Hide from every query the keys that come after it.
 
     Args:

@@ -48,7 +48,7 @@ def sinusoids(length: int, width: int) -> np.ndarray:
     return np.stack([np.sin(turned), np.cos(turned)], axis=-1).reshape(length, width)
 
 
-def rounded(table: np.ndarray, like: Float[Array, "..."]) -> Float[Array, "..."]:
+def rounded(table: Float[Array | np.ndarray, "..."], like: Float[Array, "..."]) -> Float[Array, "..."]:
     """A float64 table rounded once to the dtype of an array.
 
     Args:

@@ -200,7 +200,7 @@ class Decoder(nn.Module):
         Returns:
             One cache for each layer.
         """
-        return [layer.start(memory, max_new) for layer in self.layers]
+        return [layer.start(memory, max_new) for layer in self.layers]  # type: ignore[operator]
 
     def step(
         self,
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         """
         filled = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, extended = layer.step(x, cache, position, mask, memory_mask)
+            x, extended = layer.step(x, cache, position, mask, memory_mask)  # type: ignore[operator]
             filled.append(extended)
         return x if self.norm is None else self.norm(x), filled
 

@@ -19,7 +19,7 @@ def padding_mask(tokens: Int[Tensor, "n l"], pad: int) -> Bool[Tensor, "n 1 1 l"
     return (tokens == pad)[:, None, None, :]
 
 
-def causal_mask(lq: int, lk: int, like: Tensor, offset: int = 0) -> Bool[Tensor, "1 1 lq lk"]:
+def causal_mask(lq: int, lk: int, like: Tensor, offset: int | Int[Tensor, ""] = 0) -> Bool[Tensor, "1 1 lq lk"]:
     """Hide from every query the keys that come after it.
 
     Args:

@@ -46,7 +46,7 @@ def sinusoids(length: int, width: int) -> np.ndarray:
     return np.stack([np.sin(turned), np.cos(turned)], axis=-1).reshape(length, width)
 
 
-def rounded(table: np.ndarray, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def rounded(table: Float[Tensor, "..."], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """A float64 table rounded once to the dtype of an array.
 
     Args:
@@ -56,7 +56,7 @@ def rounded(table: np.ndarray, like: Float[Tensor, "..."]) -> Float[Tensor, "...
     Returns:
         The table in that dtype.
     """
-    return _constant(table).to(device=like.device, dtype=like.dtype)
+    return table.to(device=like.device, dtype=like.dtype)
 
 
 class SinusoidalPositions(nn.Module):
@@ -79,6 +79,8 @@ class SinusoidalPositions(nn.Module):
         _check_even("SinusoidalPositions", "d_model", d_model)
         self.d_model = d_model
         self.max_len = max_len
+        # No buffer: those are rounded with the model, and rounding twice is not rounding once.
+        self.table = torch.from_numpy(sinusoids(max_len, d_model))
 
     def forward(self, x: Float[Tensor, "n l e"], offset: int | Int[Tensor, ""] = 0) -> Float[Tensor, "n l e"]:
         """Add to each position its row of the table.
@@ -95,8 +97,7 @@ class SinusoidalPositions(nn.Module):
         """
         check_features("SinusoidalPositions", x, self.d_model, x)
         check_length("SinusoidalPositions", x.shape[1], offset, self.max_len)
-        table = rounded(sinusoids(self.max_len, self.d_model), x)
-        return x + table[offset : offset + x.shape[1]]
+        return x + rounded(self.table[offset : offset + x.shape[1]], x)
 
 
 class RotaryPositions(nn.Module):
@@ -123,7 +124,8 @@ class RotaryPositions(nn.Module):
         _check_even("RotaryPositions", "width", width)
         self.width = width
         self.max_len = max_len
-        self.base = base
+        turned = angles(max_len, width, base)
+        self.cos, self.sin = torch.from_numpy(np.cos(turned)), torch.from_numpy(np.sin(turned))
 
     def forward(self, x: Float[Tensor, "n h l d"], offset: int | Int[Tensor, ""] = 0) -> Float[Tensor, "n h l d"]:
         """Turn queries or keys.
@@ -140,9 +142,8 @@ class RotaryPositions(nn.Module):
         """
         check_features("RotaryPositions", x, self.width, x)
         check_length("RotaryPositions", x.shape[2], offset, self.max_len)
-        turned = angles(self.max_len, self.width, self.base)
-        cos = rounded(np.cos(turned), x)[offset : offset + x.shape[2]]
-        sin = rounded(np.sin(turned), x)[offset : offset + x.shape[2]]
+        cos = rounded(self.cos[offset : offset + x.shape[2]], x)
+        sin = rounded(self.sin[offset : offset + x.shape[2]], x)
         first, second = x[..., : self.width // 2], x[..., self.width // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -166,8 +167,3 @@ def check_length(where: str, length: int, offset: int | Int[Tensor, ""], max_len
 def _check_even(where: str, name: str, width: int) -> None:
     if width % 2:
         raise InputError(f"{where}: {name} must be even, for sine and cosine come in pairs, got {width}")
-
-
-@torch.compiler.assume_constant_result
-def _constant(table: np.ndarray) -> Tensor:
-    return torch.from_numpy(table)

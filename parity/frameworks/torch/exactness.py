@@ -235,6 +235,7 @@ KEEPS_ROUNDED = {
     *(aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten.permute, aten.expand, aten.clone),
     *(aten.detach, aten.alias, aten.unsqueeze, aten.squeeze, aten.slice, aten.select, aten.split, aten.chunk, aten.unbind),
     *(aten.contiguous, aten.masked_fill, aten.masked_fill_, aten.where, aten.relu, aten.amax, aten.maximum, aten.minimum),
+    *(aten.amin, aten.max, aten.min),
     *(aten.cat, aten.stack, aten.index, aten.index_select, aten.gather, aten.embedding, aten.flip, aten.tril, aten.triu),
     *(aten.split_with_sizes, aten.copy_, aten._to_copy, aten.lift_fresh, aten.isnan, aten.isinf, aten.eq, aten.ne),
 }
