@@ -47,6 +47,18 @@ def check_sizes(where: str, **sizes: Any) -> None:
     Raises:
         InputError: a size is not an `int`, is a `bool`, or is below 1.
     """
+    raise_all(where, size_problems(**sizes))
+
+
+def size_problems(**sizes: Any) -> list[str]:
+    """Say which sizes are no positive whole numbers.
+
+    Args:
+        sizes: each size under its argument's name.
+
+    Returns:
+        One sentence each.
+    """
     problems = []
     for name, size in sizes.items():
         if isinstance(size, bool):
@@ -55,7 +67,7 @@ def check_sizes(where: str, **sizes: Any) -> None:
             problems.append(f"{name} must be a whole number, got {size!r} of type {type(size).__name__}")
         elif size < 1:
             problems.append(f"{name} must be at least 1, got {size}")
-    raise_all(where, problems)
+    return problems
 
 
 def check_heads(where: str, embed_size: int, heads: int) -> None:
@@ -70,11 +82,25 @@ def check_heads(where: str, embed_size: int, heads: int) -> None:
         InputError: a size is no positive whole number, or E is no multiple of h.
     """
     check_sizes(where, embed_size=embed_size, heads=heads)
-    if embed_size % heads:
-        raise InputError(
-            f"{where}: embed_size must be a multiple of heads, got embed_size={embed_size}, heads={heads}; "
-            f"the nearest embed_size that fits is {heads * max(1, round(embed_size / heads))}"
-        )
+    raise_all(where, sharing_problems(embed_size=embed_size, heads=heads))
+
+
+def sharing_problems(**sizes: int) -> list[str]:
+    """Say if the heads cannot share out a width.
+
+    Args:
+        sizes: the width and the number of heads under their arguments' names, both at least 1.
+
+    Returns:
+        One sentence, or none.
+    """
+    (width_name, width), (heads_name, heads) = sizes.items()
+    if width % heads == 0:
+        return []
+    return [
+        f"{width_name} must be a multiple of {heads_name}, got {width_name}={width}, {heads_name}={heads}; "
+        f"the nearest {width_name} that fits is {heads * max(1, round(width / heads))}"
+    ]
 
 
 def check_probability(where: str, p: float) -> None:
@@ -87,8 +113,20 @@ def check_probability(where: str, p: float) -> None:
     Raises:
         InputError: `p` is not in [0, 1].
     """
-    if not 0.0 <= p <= 1.0:
-        raise InputError(f"{where}: the dropout rate must be between 0 and 1, got {p}")
+    raise_all(where, rate_problems("the dropout rate", p))
+
+
+def rate_problems(name: str, p: float) -> list[str]:
+    """Say if a rate is outside [0, 1].
+
+    Args:
+        name: the option.
+        p: its value.
+
+    Returns:
+        One sentence, or none.
+    """
+    return [] if 0.0 <= p <= 1.0 else [f"{name} must be between 0 and 1, got {p}"]
 
 
 def check_sequences(where: str, width: int, weight: Array | None, **sequences: Array) -> None:
@@ -212,8 +250,41 @@ def check_choices(where: str, name: str, given: str, choices: tuple[str, ...]) -
     Raises:
         InputError: `given` is none of them.
     """
-    if given not in choices:
-        raise InputError(f"{where}: {name} must be one of {', '.join(map(repr, choices))}, got {given!r}")
+    raise_all(where, choice_problems(name, given, choices))
+
+
+def choice_problems(name: str, given: str, choices: tuple[str, ...]) -> list[str]:
+    """Say if an option is none of the known ones.
+
+    Args:
+        name: the option.
+        given: its value.
+        choices: the values that it may have.
+
+    Returns:
+        One sentence, or none.
+    """
+    return [] if given in choices else [f"{name} must be one of {', '.join(map(repr, choices))}, got {given!r}"]
+
+
+def check_ids(where: str, n_tokens: int, **ids: Any) -> None:
+    """Refuse single tokens that the vocabulary does not have.
+
+    Args:
+        where: what was called.
+        n_tokens: size of the vocabulary.
+        ids: each token under its argument's name.
+
+    Raises:
+        InputError: an id is no whole number, or outside [0, n_tokens).
+    """
+    problems = []
+    for name, token in ids.items():
+        if isinstance(token, bool) or not isinstance(token, int):
+            problems.append(f"{name} must be a whole number, got {token!r} of type {type(token).__name__}")
+        elif not 0 <= token < n_tokens:
+            problems.append(f"{name} must be from 0 to {n_tokens - 1}, got {token}")
+    raise_all(where, problems)
 
 
 def check_batches(where: str, max_len: int, **batches: Array) -> None:

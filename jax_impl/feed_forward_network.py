@@ -4,7 +4,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jax_impl.checks import InputError, check_features, check_sizes
+from jax_impl.checks import check_choices, check_features, check_sizes
 from jax_impl.layers import GELU, Dropout, Linear, ReLU
 
 
@@ -72,8 +72,7 @@ def make_activation(name: str) -> ReLU | GELU:
     Raises:
         InputError: the name is another one.
     """
+    check_choices("FeedForwardNetwork", "activation", name, ("relu", "gelu", "gelu_tanh"))
     if name == "relu":
         return ReLU()
-    if name in ("gelu", "gelu_tanh"):
-        return GELU("tanh" if name == "gelu_tanh" else "none")
-    raise InputError(f'activation must be "relu", "gelu" or "gelu_tanh", got {name!r}')
+    return GELU("tanh" if name == "gelu_tanh" else "none")

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jax_impl.checks import InputError, check_features, check_probability, check_sizes, check_tokens
+from jax_impl.checks import check_choices, check_features, check_probability, check_sizes, check_tokens
 from jax_impl.operations import matmul, wide_dtype, wide_matmul
 
 
@@ -124,8 +124,7 @@ class GELU(nnx.Module):
     """
 
     def __init__(self, approximate: str = "none"):
-        if approximate not in ("none", "tanh"):
-            raise InputError(f'GELU: approximate must be "none" or "tanh", got {approximate!r}')
+        check_choices("GELU", "approximate", approximate, ("none", "tanh"))
         self.approximate = approximate
 
     def __call__(self, input: Float[Array, "*n"]) -> Float[Array, "*n"]:

@@ -5,7 +5,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from jax_impl.checks import InputError, check_mask, check_sequences, check_sizes
+from jax_impl.checks import InputError, check_mask, check_sequences, check_sizes, raise_all, sharing_problems
 from jax_impl.layers import Linear
 from jax_impl.positions import RotaryPositions
 from jax_impl.scaled_dot_product_attention import ScaledDotProductAttention
@@ -61,10 +61,7 @@ class MultiHeadAttention(nnx.Module):
     ):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_sizes("MultiHeadAttention", d_model=d_model, n_heads=n_heads, d_q=d_q, d_k=d_k, d_v=d_v, n_kv_heads=n_kv_heads)
-        if n_heads % n_kv_heads:
-            raise InputError(
-                f"MultiHeadAttention: n_heads must be a multiple of n_kv_heads, got n_heads={n_heads}, n_kv_heads={n_kv_heads}"
-            )
+        raise_all("MultiHeadAttention", sharing_problems(n_heads=n_heads, n_kv_heads=n_kv_heads))
         if d_q != d_k:
             raise InputError(f"MultiHeadAttention: d_q must equal d_k, got d_q={d_q}, d_k={d_k}; set both")
         self.d_model = d_model

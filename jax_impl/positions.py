@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from jax_impl.checks import InputError, check_features, check_sizes
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def angles(length: int, width: int, base: float) -> np.ndarray:
     """The angle of every position at every frequency, `position / base^(2 i / width)`.
 
@@ -30,7 +30,7 @@ def angles(length: int, width: int, base: float) -> np.ndarray:
     return np.arange(length)[:, None] * base ** (-np.arange(0, width, 2) / width)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def sinusoids(length: int, width: int) -> np.ndarray:
     """The table of positions of the 2017 paper: sine at even places, cosine at odd ones.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch_impl.checks import check_choices, check_heads, check_probability, check_sizes
+from torch_impl.checks import choice_problems, raise_all, rate_problems, sharing_problems, size_problems
 from torch_impl.feed_forward_network import FeedForwardNetwork
 from torch_impl.layers import LayerNorm, RMSNorm
 from torch_impl.multi_head_attention import MultiHeadAttention
@@ -33,8 +33,8 @@ class TransformerConfig:
             self-attention.
 
     Raises:
-        InputError: a size is no positive whole number, the heads do not share d_model, a rate is not in
-            [0, 1], or an option is unknown.
+        InputError: a size is no positive whole number, the heads do not share d_model, or the key and value
+            heads the heads, the positions need an even width, a rate is not in [0, 1], or an option is unknown.
 
     Source:
         Vaswani et al. 2017, "Attention is all you need"; pre-norm: Xiong et al. 2020, "On layer normalization
@@ -58,13 +58,34 @@ class TransformerConfig:
     positions: str = "sinusoidal"
 
     def __post_init__(self) -> None:
-        check_sizes("TransformerConfig", n_layers=self.n_layers, max_len=self.max_len)
-        check_heads("TransformerConfig", self.d_model, self.n_heads)
-        check_probability("TransformerConfig", self.p_drop)
-        check_probability("TransformerConfig", self.p_attention)
-        check_choices("TransformerConfig", "norm", self.norm, ("layer", "rms"))
-        check_choices("TransformerConfig", "activation", self.activation, ("relu", "gelu", "gelu_tanh"))
-        check_choices("TransformerConfig", "positions", self.positions, ("sinusoidal", "rotary"))
+        raise_all("TransformerConfig", [*self._size_problems(), *self._option_problems()])
+
+    def _size_problems(self) -> list[str]:
+        names = ("d_model", "n_heads", "n_layers", "d_ff", "max_len", "n_kv_heads")
+        sizes = {name: getattr(self, name) for name in names}
+        problems = size_problems(**{name: size for name, size in sizes.items() if size is not None})
+        if problems:
+            return problems
+        problems = sharing_problems(d_model=self.d_model, n_heads=self.n_heads)
+        if self.n_kv_heads is not None:
+            problems += sharing_problems(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads)
+        # Sine and cosine come in pairs.
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            problems.append(f"d_model must be even for sinusoidal positions, got {self.d_model}")
+        if self.positions == "rotary" and self.d_model % (2 * self.n_heads):
+            problems.append(
+                f"d_model / n_heads must be even for rotary positions, got d_model={self.d_model}, n_heads={self.n_heads}"
+            )
+        return problems
+
+    def _option_problems(self) -> list[str]:
+        return [
+            *rate_problems("p_drop", self.p_drop),
+            *rate_problems("p_attention", self.p_attention),
+            *choice_problems("norm", self.norm, ("layer", "rms")),
+            *choice_problems("activation", self.activation, ("relu", "gelu", "gelu_tanh")),
+            *choice_problems("positions", self.positions, ("sinusoidal", "rotary")),
+        ]
 
 
 def make_attention(config: TransformerConfig, *, rotary: bool) -> MultiHeadAttention:

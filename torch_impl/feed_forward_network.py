@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_impl.checks import InputError, check_features, check_sizes
+from torch_impl.checks import check_choices, check_features, check_sizes
 from torch_impl.layers import GELU, Dropout, Linear, ReLU
 
 
@@ -70,8 +70,7 @@ def make_activation(name: str) -> ReLU | GELU:
     Raises:
         InputError: the name is another one.
     """
+    check_choices("FeedForwardNetwork", "activation", name, ("relu", "gelu", "gelu_tanh"))
     if name == "relu":
         return ReLU()
-    if name in ("gelu", "gelu_tanh"):
-        return GELU("tanh" if name == "gelu_tanh" else "none")
-    raise InputError(f'activation must be "relu", "gelu" or "gelu_tanh", got {name!r}')
+    return GELU("tanh" if name == "gelu_tanh" else "none")

@@ -6,7 +6,7 @@ A layer's parameters, their names and their initial distributions are `torch.nn`
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_impl.checks import InputError, check_features, check_probability, check_sizes, check_tokens
+from torch_impl.checks import check_choices, check_features, check_probability, check_sizes, check_tokens
 from torch_impl.operations import matmul
 
 
@@ -105,8 +105,7 @@ class GELU(nn.GELU):
     """
 
     def __init__(self, approximate: str = "none"):
-        if approximate not in ("none", "tanh"):
-            raise InputError(f'GELU: approximate must be "none" or "tanh", got {approximate!r}')
+        check_choices("GELU", "approximate", approximate, ("none", "tanh"))
         super().__init__(approximate)
 
     def forward(self, input: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:

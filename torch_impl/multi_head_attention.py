@@ -3,7 +3,7 @@
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from torch_impl.checks import InputError, check_mask, check_sequences, check_sizes
+from torch_impl.checks import InputError, check_mask, check_sequences, check_sizes, raise_all, sharing_problems
 from torch_impl.layers import Linear
 from torch_impl.positions import RotaryPositions
 from torch_impl.scaled_dot_product_attention import ScaledDotProductAttention
@@ -59,10 +59,7 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_sizes("MultiHeadAttention", d_model=d_model, n_heads=n_heads, d_q=d_q, d_k=d_k, d_v=d_v, n_kv_heads=n_kv_heads)
-        if n_heads % n_kv_heads:
-            raise InputError(
-                f"MultiHeadAttention: n_heads must be a multiple of n_kv_heads, got n_heads={n_heads}, n_kv_heads={n_kv_heads}"
-            )
+        raise_all("MultiHeadAttention", sharing_problems(n_heads=n_heads, n_kv_heads=n_kv_heads))
         if d_q != d_k:
             raise InputError(f"MultiHeadAttention: d_q must equal d_k, got d_q={d_q}, d_k={d_k}; set both")
         self.d_model = d_model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_impl.checks import InputError, check_features, check_sizes
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def angles(length: int, width: int, base: float) -> np.ndarray:
     """The angle of every position at every frequency, `position / base^(2 i / width)`.
 
@@ -28,7 +28,7 @@ def angles(length: int, width: int, base: float) -> np.ndarray:
     return np.arange(length)[:, None] * base ** (-np.arange(0, width, 2) / width)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def sinusoids(length: int, width: int) -> np.ndarray:
     """The table of positions of the 2017 paper: sine at even places, cosine at odd ones.
 
@@ -79,8 +79,8 @@ class SinusoidalPositions(nn.Module):
         _check_even("SinusoidalPositions", "d_model", d_model)
         self.d_model = d_model
         self.max_len = max_len
-        # No buffer: those are rounded with the model, and rounding twice is not rounding once.
-        self.table = torch.from_numpy(sinusoids(max_len, d_model))
+        # No buffer: those are rounded with the model, and rounding twice is not rounding once. A copy: the cache is shared.
+        self.table = torch.from_numpy(sinusoids(max_len, d_model).copy())
 
     def forward(self, x: Float[Tensor, "n l e"], offset: int | Int[Tensor, ""] = 0) -> Float[Tensor, "n l e"]:
         """Add to each position its row of the table.

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from torch_impl.checks import check_batches, check_sizes
+from torch_impl.checks import InputError, check_batches, check_ids, check_sizes
 from torch_impl.config import TransformerConfig
 from torch_impl.decoder import Decoder
 from torch_impl.encoder import Encoder
@@ -33,7 +33,7 @@ class Transformer(nn.Module):
         tied: whether the output projection is the target's embedding.
 
     Raises:
-        InputError: a size is no positive whole number.
+        InputError: a size is no positive whole number, or pad is outside a vocabulary.
 
     Source:
         Vaswani et al. 2017, sections 3.1, 3.4 and 3.5.
@@ -50,6 +50,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         check_sizes("Transformer", n_source=n_source, n_target=n_target)
+        check_ids("Transformer", min(n_source, n_target), pad=pad)
+        self.n_target = n_target
         self.d_model = config.d_model
         self.max_len = config.max_len
         self.pad = pad
@@ -164,7 +166,7 @@ def greedy_decode(
         model: in eval mode.
         source: ids, `(n, ls)`.
         start: the token that begins every target.
-        stop: the token that ends one; padding follows it.
+        stop: the token that ends one; padding follows it, as it follows padding that the model itself chose.
         max_new: number of tokens to decode.
         use_cache: whether keys and values of earlier tokens are kept, rather than computed again at each
             step: the same tokens, in time linear in max_new instead of quadratic.
@@ -173,9 +175,13 @@ def greedy_decode(
         Ids, `(n, max_new + 1)`, the start token first.
 
     Raises:
-        InputError: max_new is no positive whole number, or more than the model's max_len allows, or the source does not fit.
+        InputError: max_new is no positive whole number, or more than the model's max_len allows, start or stop
+            is outside the target's vocabulary, start is the padding, or the source does not fit.
     """
     check_sizes("greedy_decode", max_new=max_new)
+    check_ids("greedy_decode", model.n_target, start=start, stop=stop)
+    if start == model.pad:
+        raise InputError(f"greedy_decode: start must not be the padding, {model.pad}: nothing but padding would be decoded")
     check_length("greedy_decode", max_new, 0, model.max_len)
     memory, memory_mask = model.encode(source), padding_mask(source, model.pad)
     tokens = source.new_full((source.shape[0], max_new + 1), model.pad)
@@ -189,6 +195,7 @@ def greedy_decode(
             scores = model.scores(x)[:, 0]
         else:
             scores = model.decode(tokens[:, :-1], memory, memory_mask)[:, position]
-        ended = (tokens[:, position] == stop) | (tokens[:, position] == model.pad)
+        # Some models begin with the token that ends.
+        ended = (position > 0) & ((tokens[:, position] == stop) | (tokens[:, position] == model.pad))
         tokens[:, position + 1] = torch.where(ended, model.pad, scores.argmax(dim=-1))
     return tokens
