@@ -4,7 +4,7 @@ Every check gathers all that is wrong with one call before it raises, and says t
 in both wings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -150,13 +150,11 @@ def check_sequences(where: str, width: int, weight: Array | None, **sequences: A
             found = [f"{name} must have width {width} on its last axis, got shape {tuple(x.shape)}"]
         problems += found or _weight_problems(name, x, weight)
     if not problems:
-        shapes = {name: tuple(x.shape) for name, x in sequences.items()}
-        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        if len({shape[0] for shape in shapes.values()}) > 1:
-            problems.append(f"all inputs must have the same batch size, got {named}")
-        memory = list(shapes)[-2:]
-        if len({shapes[name][1] for name in memory}) > 1:
-            problems.append(f"{memory[0]} and {memory[1]} must be equally long, got {named}")
+        if _differ(x.shape[0] for x in sequences.values()):
+            problems.append(f"all inputs must have the same batch size, got {_shapes(**sequences)}")
+        memory = list(sequences)[-2:]
+        if _differ(sequences[name].shape[1] for name in memory):
+            problems.append(f"{memory[0]} and {memory[1]} must be equally long, got {_shapes(**sequences)}")
     raise_all(where, problems)
 
 
@@ -176,14 +174,13 @@ def check_attention_inputs(where: str, Q: Array, K: Array, V: Array) -> None:
     for name, x in {"Q": Q, "K": K, "V": V}.items():
         problems += _array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
     if not problems:
-        named = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
         if Q.shape[-1] != K.shape[-1]:
-            problems.append(f"Q and K must have the same head width on their last axis, got {named}")
+            problems.append(f"Q and K must have the same head width on their last axis, got {_shapes(Q=Q, K=K, V=V)}")
         if K.shape[-2] != V.shape[-2]:
-            problems.append(f"K and V must be equally long on axis 2, got {named}")
+            problems.append(f"K and V must be equally long on axis 2, got {_shapes(Q=Q, K=K, V=V)}")
         for axis, meaning in enumerate(("batch sizes", "numbers of heads")):
-            if len({x.shape[axis] for x in (Q, K, V)} - {1}) > 1:
-                problems.append(f"the {meaning} on axis {axis} must be equal, got {named}")
+            if _differ(x.shape[axis] for x in (Q, K, V) if x.shape[axis] != 1):
+                problems.append(f"the {meaning} on axis {axis} must be equal, got {_shapes(Q=Q, K=K, V=V)}")
         problems += _weight_problems("K", K, Q, than="Q") + _weight_problems("V", V, Q, than="Q")
     raise_all(where, problems)
 
@@ -306,9 +303,8 @@ def check_batches(where: str, max_len: int, **batches: Array) -> None:
         if not found and ids.shape[1] > max_len:
             found = [f"{name} is {ids.shape[1]} tokens long and max_len is {max_len}; shorten it or give a larger max_len"]
         problems += found
-    if not problems and len({ids.shape[0] for ids in batches.values()}) > 1:
-        named = ", ".join(f"{name} {tuple(ids.shape)}" for name, ids in batches.items())
-        problems.append(f"all ids must have the same batch size, got {named}")
+    if not problems and _differ(ids.shape[0] for ids in batches.values()):
+        problems.append(f"all ids must have the same batch size, got {_shapes(**batches)}")
     raise_all(where, problems)
 
 
@@ -324,10 +320,9 @@ def check_tokens(where: str, tokens: Array, n_tokens: int) -> None:
         InputError: `tokens` is no array of integers, or an id is outside [0, n_tokens).
     """
     problems = _ids_problems("the ids", tokens)
-    if not problems and _has_values(tokens):
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= n_tokens:
-            problems.append(f"the ids must be from 0 to {n_tokens - 1}, got {low} to {high}")
+    low, high = (0, 0) if problems else _lowest_and_highest(tokens)
+    if low < 0 or high >= n_tokens:
+        problems.append(f"the ids must be from 0 to {n_tokens - 1}, got {low} to {high}")
     raise_all(where, problems)
 
 
@@ -382,6 +377,17 @@ def _device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
     return [f"{name} is on {mine} and {than} on {theirs}; move {name} to {theirs}"]
 
 
+def _shapes(**arrays: Array) -> str:
+    # Made for an error alone: a program with open lengths cannot write them down.
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
+
+
+def _differ(sizes: Iterable[int]) -> bool:
+    # Not by a set: a size of a program being exported has no hash.
+    every = list(sizes)
+    return any(size != every[0] for size in every)
+
+
 def _ids_problems(name: str, ids: Any) -> list[str]:
     if not isinstance(ids, Array | np.ndarray):
         return [f"{name} must be a {KIND}, got {type(ids).__name__}"]
@@ -390,6 +396,8 @@ def _ids_problems(name: str, ids: Any) -> list[str]:
     return []
 
 
-def _has_values(ids: Array) -> bool:
-    # A program being traced cannot stop at a value; there the lookup gives NaN.
-    return not isinstance(ids, jax.core.Tracer) and ids.size > 0
+def _lowest_and_highest(ids: Array) -> tuple[int, int]:
+    # 0 where there is no value to read: in a program being traced. There the lookup gives NaN.
+    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+        return 0, 0
+    return int(ids.min()), int(ids.max())
