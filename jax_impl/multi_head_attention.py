@@ -59,8 +59,9 @@ class MultiHeadAttention(nnx.Module):
         rotary: RotaryPositions | None = None,
         rngs: nnx.Rngs,
     ):
+        given = {} if n_kv_heads is None else {"n_kv_heads": n_kv_heads}
+        check_sizes("MultiHeadAttention", d_model=d_model, n_heads=n_heads, d_q=d_q, d_k=d_k, d_v=d_v, **given)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        check_sizes("MultiHeadAttention", d_model=d_model, n_heads=n_heads, d_q=d_q, d_k=d_k, d_v=d_v, n_kv_heads=n_kv_heads)
         raise_all("MultiHeadAttention", sharing_problems(n_heads=n_heads, n_kv_heads=n_kv_heads))
         if d_q != d_k:
             raise InputError(f"MultiHeadAttention: d_q must equal d_k, got d_q={d_q}, d_k={d_k}; set both")
