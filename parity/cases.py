@@ -153,16 +153,12 @@ def transformer_cases(seed: int = 0) -> list[Case]:
         cases.append(Case(module, PAPER, seed=seed))
         for i, pattern in enumerate(LAYER_PATTERNS):
             cases.append(Case(module, PAPER, mask="n1qk", pattern=pattern, seed=seed + i, native_gradients=False))
-    for module in CONFIGURED:
-        mask = "ids" if module == TRANSFORMER else "n1qk"
-        for i, sizes in enumerate((PRE_NORM, MODERN)):
-            made = Case(module, sizes, mask=mask, pattern="padding and causal", seed=seed + i, native_gradients=False)
-            cases.append(replace(made, sizes={**sizes, "tied": True}) if module == TRANSFORMER and i else made)
-    whole = Case(TRANSFORMER, PAPER | dict(n_layers=2), mask="ids", seed=seed)
-    return [
-        *cases,
-        *(replace(whole, pattern=pattern, seed=seed + i) for i, pattern in enumerate(("padding", "nothing hidden"))),
-    ]
+    for module, sizes in ((ENCODER, PRE_NORM), (ENCODER, MODERN), (DECODER, MODERN)):
+        made = Case(module, sizes, mask="n1qk", pattern="padding and causal", seed=seed)
+        cases.append(replace(made, native_gradients=False))
+    for pattern in ("padding", "nothing hidden"):
+        cases.append(Case(TRANSFORMER, PAPER, mask="ids", pattern=pattern, seed=seed, native_gradients=False))
+    return [*cases, replace(cases[-2], sizes={**MODERN, "tied": True})]
 
 
 def full_transformer_cases(seed: int = 0) -> list[Case]:
