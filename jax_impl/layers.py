@@ -58,7 +58,7 @@ class Linear(nnx.Linear):
 
 
 class ReLU(nnx.Module):
-    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN."""
+    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN, and has gradient 1."""
 
     def __call__(self, input: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """Clip at zero.
@@ -69,8 +69,8 @@ class ReLU(nnx.Module):
         Returns:
             The same shape and dtype.
         """
-        # jnp.maximum(x, 0) would have gradient 1/2 at 0.
-        return jax.nn.relu(input)
+        # jnp.maximum(x, 0) would have gradient 1/2 at 0, jax.nn.relu gradient 0 at NaN.
+        return jnp.where(input <= 0, jnp.zeros_like(input), input)
 
 
 class Dropout(nnx.Dropout):
@@ -231,6 +231,8 @@ class Embedding(nnx.Embed):
     def __init__(self, n_tokens: int, width: int, *, rngs: nnx.Rngs):
         check_sizes("Embedding", n_tokens=n_tokens, width=width)
         super().__init__(n_tokens, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+        # Flax would remember the dtype of the first weights and go on computing in it when they are cast.
+        self.dtype = None
         self.n_tokens = n_tokens
         self.width = width
 

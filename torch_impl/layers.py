@@ -47,7 +47,7 @@ class Linear(nn.Linear):
 
 
 class ReLU(nn.ReLU):
-    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN."""
+    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN, and has gradient 1."""
 
     def forward(self, input: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
         """Clip at zero.
