@@ -1,6 +1,6 @@
 """The sizes and options that all layers of a Transformer share, and the parts made from them."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from flax import nnx
 
@@ -48,6 +48,7 @@ class TransformerConfig:
     n_layers: int = 6
     d_ff: int | None = None
     max_len: int = 1024
+    _: KW_ONLY
     p_drop: float = 0.1
     p_attention: float = 0.0
     bias: bool = False

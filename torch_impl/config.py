@@ -1,6 +1,6 @@
 """The sizes and options that all layers of a Transformer share, and the parts made from them."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch_impl.checks import choice_problems, raise_all, rate_problems, sharing_problems, size_problems
 from torch_impl.feed_forward_network import FeedForwardNetwork
@@ -46,6 +46,7 @@ class TransformerConfig:
     n_layers: int = 6
     d_ff: int | None = None
     max_len: int = 1024
+    _: KW_ONLY
     p_drop: float = 0.1
     p_attention: float = 0.0
     bias: bool = False
