@@ -4,7 +4,7 @@ Every check gathers all that is wrong with one call before it raises, and says t
 in both wings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,18 @@ def check_sizes(where: str, **sizes: Any) -> None:
     Raises:
         InputError: a size is not an `int`, is a `bool`, or is below 1.
     """
+    raise_all(where, size_problems(**sizes))
+
+
+def size_problems(**sizes: Any) -> list[str]:
+    """Say which sizes are no positive whole numbers.
+
+    Args:
+        sizes: each size under its argument's name.
+
+    Returns:
+        One sentence each.
+    """
     problems = []
     for name, size in sizes.items():
         if isinstance(size, bool):
@@ -55,7 +67,7 @@ def check_sizes(where: str, **sizes: Any) -> None:
             problems.append(f"{name} must be a whole number, got {size!r} of type {type(size).__name__}")
         elif size < 1:
             problems.append(f"{name} must be at least 1, got {size}")
-    raise_all(where, problems)
+    return problems
 
 
 def check_heads(where: str, embed_size: int, heads: int) -> None:
@@ -70,11 +82,25 @@ def check_heads(where: str, embed_size: int, heads: int) -> None:
         InputError: a size is no positive whole number, or E is no multiple of h.
     """
     check_sizes(where, embed_size=embed_size, heads=heads)
-    if embed_size % heads:
-        raise InputError(
-            f"{where}: embed_size must be a multiple of heads, got embed_size={embed_size}, heads={heads}; "
-            f"the nearest embed_size that fits is {heads * max(1, round(embed_size / heads))}"
-        )
+    raise_all(where, sharing_problems(embed_size=embed_size, heads=heads))
+
+
+def sharing_problems(**sizes: int) -> list[str]:
+    """Say if the heads cannot share out a width.
+
+    Args:
+        sizes: the width and the number of heads under their arguments' names, both at least 1.
+
+    Returns:
+        One sentence, or none.
+    """
+    (width_name, width), (heads_name, heads) = sizes.items()
+    if width % heads == 0:
+        return []
+    return [
+        f"{width_name} must be a multiple of {heads_name}, got {width_name}={width}, {heads_name}={heads}; "
+        f"the nearest {width_name} that fits is {heads * max(1, round(width / heads))}"
+    ]
 
 
 def check_probability(where: str, p: float) -> None:
@@ -87,8 +113,20 @@ def check_probability(where: str, p: float) -> None:
     Raises:
         InputError: `p` is not in [0, 1].
     """
-    if not 0.0 <= p <= 1.0:
-        raise InputError(f"{where}: the dropout rate must be between 0 and 1, got {p}")
+    raise_all(where, rate_problems("the dropout rate", p))
+
+
+def rate_problems(name: str, p: float) -> list[str]:
+    """Say if a rate is outside [0, 1].
+
+    Args:
+        name: the option.
+        p: its value.
+
+    Returns:
+        One sentence, or none.
+    """
+    return [] if 0.0 <= p <= 1.0 else [f"{name} must be between 0 and 1, got {p}"]
 
 
 def check_sequences(where: str, width: int, weight: Array | None, **sequences: Array) -> None:
@@ -112,13 +150,11 @@ def check_sequences(where: str, width: int, weight: Array | None, **sequences: A
             found = [f"{name} must have width {width} on its last axis, got shape {tuple(x.shape)}"]
         problems += found or _weight_problems(name, x, weight)
     if not problems:
-        shapes = {name: tuple(x.shape) for name, x in sequences.items()}
-        named = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        if len({shape[0] for shape in shapes.values()}) > 1:
-            problems.append(f"all inputs must have the same batch size, got {named}")
-        memory = list(shapes)[-2:]
-        if len({shapes[name][1] for name in memory}) > 1:
-            problems.append(f"{memory[0]} and {memory[1]} must be equally long, got {named}")
+        if _differ(x.shape[0] for x in sequences.values()):
+            problems.append(f"all inputs must have the same batch size, got {_shapes(**sequences)}")
+        memory = list(sequences)[-2:]
+        if _differ(sequences[name].shape[1] for name in memory):
+            problems.append(f"{memory[0]} and {memory[1]} must be equally long, got {_shapes(**sequences)}")
     raise_all(where, problems)
 
 
@@ -138,14 +174,13 @@ def check_attention_inputs(where: str, Q: Array, K: Array, V: Array) -> None:
     for name, x in {"Q": Q, "K": K, "V": V}.items():
         problems += _array_problems(name, x, rank=4, axes="(batch, heads, length, width)")
     if not problems:
-        named = f"Q {tuple(Q.shape)}, K {tuple(K.shape)}, V {tuple(V.shape)}"
         if Q.shape[-1] != K.shape[-1]:
-            problems.append(f"Q and K must have the same head width on their last axis, got {named}")
+            problems.append(f"Q and K must have the same head width on their last axis, got {_shapes(Q=Q, K=K, V=V)}")
         if K.shape[-2] != V.shape[-2]:
-            problems.append(f"K and V must be equally long on axis 2, got {named}")
+            problems.append(f"K and V must be equally long on axis 2, got {_shapes(Q=Q, K=K, V=V)}")
         for axis, meaning in enumerate(("batch sizes", "numbers of heads")):
-            if len({x.shape[axis] for x in (Q, K, V)} - {1}) > 1:
-                problems.append(f"the {meaning} on axis {axis} must be equal, got {named}")
+            if _differ(x.shape[axis] for x in (Q, K, V) if x.shape[axis] != 1):
+                problems.append(f"the {meaning} on axis {axis} must be equal, got {_shapes(Q=Q, K=K, V=V)}")
         problems += _weight_problems("K", K, Q, than="Q") + _weight_problems("V", V, Q, than="Q")
     raise_all(where, problems)
 
@@ -200,6 +235,97 @@ def check_features(where: str, x: Array, width: int, weight: Array) -> None:
     raise_all(where, problems)
 
 
+def check_choices(where: str, name: str, given: str, choices: tuple[str, ...]) -> None:
+    """Refuse an option that is none of the known ones.
+
+    Args:
+        where: the class.
+        name: the option.
+        given: its value.
+        choices: the values that it may have.
+
+    Raises:
+        InputError: `given` is none of them.
+    """
+    raise_all(where, choice_problems(name, given, choices))
+
+
+def choice_problems(name: str, given: str, choices: tuple[str, ...]) -> list[str]:
+    """Say if an option is none of the known ones.
+
+    Args:
+        name: the option.
+        given: its value.
+        choices: the values that it may have.
+
+    Returns:
+        One sentence, or none.
+    """
+    return [] if given in choices else [f"{name} must be one of {', '.join(map(repr, choices))}, got {given!r}"]
+
+
+def check_ids(where: str, n_tokens: int, **ids: Any) -> None:
+    """Refuse single tokens that the vocabulary does not have.
+
+    Args:
+        where: what was called.
+        n_tokens: size of the vocabulary.
+        ids: each token under its argument's name.
+
+    Raises:
+        InputError: an id is no whole number, or outside [0, n_tokens).
+    """
+    problems = []
+    for name, token in ids.items():
+        if isinstance(token, bool) or not isinstance(token, int):
+            problems.append(f"{name} must be a whole number, got {token!r} of type {type(token).__name__}")
+        elif not 0 <= token < n_tokens:
+            problems.append(f"{name} must be from 0 to {n_tokens - 1}, got {token}")
+    raise_all(where, problems)
+
+
+def check_batches(where: str, max_len: int, **batches: Array) -> None:
+    """Refuse ids that are not `(n, l)` with one n and at most max_len of them in a row.
+
+    Args:
+        where: what was called.
+        max_len: the longest sequence.
+        batches: ids under the names of the call.
+
+    Raises:
+        InputError: kind, rank, dtype, length or batch size does not fit.
+    """
+    problems = []
+    for name, ids in batches.items():
+        found = _ids_problems(name, ids)
+        if not found and ids.ndim != 2:
+            found = [f"{name} must have 2 axes (batch, length), got {ids.ndim} with shape {tuple(ids.shape)}"]
+        if not found and ids.shape[1] > max_len:
+            found = [f"{name} is {ids.shape[1]} tokens long and max_len is {max_len}; shorten it or give a larger max_len"]
+        problems += found
+    if not problems and _differ(ids.shape[0] for ids in batches.values()):
+        problems.append(f"all ids must have the same batch size, got {_shapes(**batches)}")
+    raise_all(where, problems)
+
+
+def check_tokens(where: str, tokens: Array, n_tokens: int) -> None:
+    """Refuse ids that name no row.
+
+    Args:
+        where: the layer.
+        tokens: ids, any shape.
+        n_tokens: number of rows.
+
+    Raises:
+        InputError: `tokens` is no array of integers, or an id is outside [0, n_tokens).
+    """
+    problems = _ids_problems("the ids", tokens)
+    low, high = (0, 0) if problems else _lowest_and_highest(tokens)
+    if low < 0 or high >= n_tokens:
+        problems.append(f"the ids must be from 0 to {n_tokens - 1}, got {low} to {high}")
+    raise_all(where, problems)
+
+
 KIND = "jax.Array"
 
 
@@ -249,3 +375,29 @@ def _device_problems(name: str, x: Array, other: Array, than: str) -> list[str]:
         return []
     mine, theirs = (", ".join(sorted(map(str, a.devices()))) for a in (x, other))
     return [f"{name} is on {mine} and {than} on {theirs}; move {name} to {theirs}"]
+
+
+def _shapes(**arrays: Array) -> str:
+    # Made for an error alone: a program with open lengths cannot write them down.
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
+
+
+def _differ(sizes: Iterable[int]) -> bool:
+    # Not by a set: a size of a program being exported has no hash.
+    every = list(sizes)
+    return any(size != every[0] for size in every)
+
+
+def _ids_problems(name: str, ids: Any) -> list[str]:
+    if not isinstance(ids, Array | np.ndarray):
+        return [f"{name} must be a {KIND}, got {type(ids).__name__}"]
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        return [f"{name} must be integers, got {dtype_name(ids)}"]
+    return []
+
+
+def _lowest_and_highest(ids: Array) -> tuple[int, int]:
+    # 0 where there is no value to read: in a program being traced. There the lookup gives NaN.
+    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+        return 0, 0
+    return int(ids.min()), int(ids.max())

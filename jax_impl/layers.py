@@ -8,12 +8,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jax_impl.checks import check_features, check_probability, check_sizes
-from jax_impl.operations import wide_dtype, wide_matmul
+from jax_impl.checks import check_choices, check_features, check_probability, check_sizes, check_tokens
+from jax_impl.operations import matmul, wide_dtype, wide_matmul
 
 
 class Linear(nnx.Linear):
@@ -58,7 +58,7 @@ class Linear(nnx.Linear):
 
 
 class ReLU(nnx.Module):
-    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN."""
+    """`max(x, 0)`, with gradient 0 at 0; NaN stays NaN, and has gradient 1."""
 
     def __call__(self, input: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """Clip at zero.
@@ -69,8 +69,8 @@ class ReLU(nnx.Module):
         Returns:
             The same shape and dtype.
         """
-        # jnp.maximum(x, 0) would have gradient 1/2 at 0.
-        return jax.nn.relu(input)
+        # jnp.maximum(x, 0) would have gradient 1/2 at 0, jax.nn.relu gradient 0 at NaN.
+        return jnp.where(input <= 0, jnp.zeros_like(input), input)
 
 
 class Dropout(nnx.Dropout):
@@ -108,6 +108,164 @@ class Dropout(nnx.Dropout):
         # torch divides in float32 at least and rounds the quotient to the input's dtype.
         wide = wide_dtype(input.dtype).type
         return input * (kept.astype(input.dtype) * (wide(1) / wide(1 - self.rate)).astype(input.dtype))
+
+
+class GELU(nnx.Module):
+    """`x Phi(x)` with the normal distribution function Phi, or its approximation by tanh.
+
+    Args:
+        approximate: "none" for Phi itself, "tanh" for the approximation.
+
+    Raises:
+        InputError: approximate is neither.
+
+    Source:
+        Hendrycks and Gimpel 2016, "Gaussian error linear units".
+    """
+
+    def __init__(self, approximate: str = "none"):
+        check_choices("GELU", "approximate", approximate, ("none", "tanh"))
+        self.approximate = approximate
+
+    def __call__(self, input: Float[Array, "*n"]) -> Float[Array, "*n"]:
+        """Weigh each element.
+
+        Args:
+            input: any shape; float16 and bfloat16 are computed in float32 and rounded once.
+
+        Returns:
+            The same shape and dtype.
+        """
+        wide = input.astype(wide_dtype(input.dtype))
+        if self.approximate == "tanh":
+            # The constants in torch's order: sqrt(2) * (2 / sqrt(pi)) / 2.
+            inner = math.sqrt(2) * (2 / math.sqrt(math.pi)) * 0.5 * (wide + 0.044715 * (wide * wide * wide))
+            return (0.5 * wide * (1 + jnp.tanh(inner))).astype(input.dtype)
+        return (wide * 0.5 * (1 + lax.erf(wide * math.sqrt(0.5)))).astype(input.dtype)
+
+
+class LayerNorm(nnx.LayerNorm):
+    """Bring the last axis to mean 0 and variance 1, then scale and shift it.
+
+    The variance is the mean square about the mean, over n, not n - 1.
+
+    Args:
+        width: of the last axis.
+        eps: added to the variance.
+        bias: whether there is a shift.
+
+    Raises:
+        InputError: the width is no positive whole number.
+
+    Source:
+        Ba et al. 2016, "Layer normalization".
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, *, bias: bool = True, rngs: nnx.Rngs):
+        check_sizes("LayerNorm", width=width)
+        super().__init__(width, epsilon=eps, use_bias=bias, use_fast_variance=False, rngs=rngs)
+        self.width = width
+
+    def __call__(self, input: Float[Array, "*n w"]) -> Float[Array, "*n w"]:
+        """Normalise the last axis.
+
+        Args:
+            input: `(..., width)` in the dtype of the weights.
+
+        Returns:
+            The same shape and dtype.
+
+        Raises:
+            InputError: width, dtype or device is not that of the weights.
+        """
+        check_features("LayerNorm", input, self.width, self.scale[...])  # type: ignore[index]
+        return super().__call__(input)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """Divide the last axis by its root mean square, then scale it.
+
+    Args:
+        width: of the last axis.
+        eps: added to the mean square.
+
+    Raises:
+        InputError: the width is no positive whole number.
+
+    Source:
+        Zhang and Sennrich 2019, "Root mean square layer normalization".
+    """
+
+    def __init__(self, width: int, eps: float = 1e-6, *, rngs: nnx.Rngs):
+        check_sizes("RMSNorm", width=width)
+        super().__init__(width, epsilon=eps, rngs=rngs)
+        self.width = width
+
+    def __call__(self, input: Float[Array, "*n w"]) -> Float[Array, "*n w"]:
+        """Normalise the last axis.
+
+        Args:
+            input: `(..., width)` in the dtype of the weights.
+
+        Returns:
+            The same shape and dtype.
+
+        Raises:
+            InputError: width, dtype or device is not that of the weights.
+        """
+        check_features("RMSNorm", input, self.width, self.scale[...])  # type: ignore[index]
+        return super().__call__(input)
+
+
+class Embedding(nnx.Embed):
+    """A row of numbers for every token. Initialised like `torch.nn.Embedding`: standard normal.
+
+    Args:
+        n_tokens: number of rows.
+        width: of a row.
+
+    Raises:
+        InputError: a size is no positive whole number.
+    """
+
+    def __init__(self, n_tokens: int, width: int, *, rngs: nnx.Rngs):
+        check_sizes("Embedding", n_tokens=n_tokens, width=width)
+        super().__init__(n_tokens, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+        # Flax would remember the dtype of the first weights and go on computing in it when they are cast.
+        self.dtype = None
+        self.n_tokens = n_tokens
+        self.width = width
+
+    def __call__(self, input: Int[Array, "*n"]) -> Float[Array, "*n w"]:
+        """Look rows up.
+
+        Args:
+            input: ids, any shape.
+
+        Returns:
+            `(..., width)` in the dtype of the weights.
+
+        Raises:
+            InputError: the ids are no integers, or one is outside [0, n_tokens).
+        """
+        check_tokens("Embedding", input, self.n_tokens)
+        # jax would count a negative id from the end; in a traced program it gives NaN, like one too large.
+        return self.embedding[...].at[input].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+    def attend(self, input: Float[Array, "*n w"]) -> Float[Array, "*n v"]:
+        """Multiply with every row: the output projection that is tied to the embedding.
+
+        Args:
+            input: `(..., width)` in the dtype of the weights.
+
+        Returns:
+            `(..., n_tokens)`.
+
+        Raises:
+            InputError: width, dtype or device is not that of the weights.
+        """
+        check_features("Embedding", input, self.width, self.embedding[...])
+        return matmul(input, self.embedding[...].T)
 
 
 def _uniform_within(bound: float) -> nnx.Initializer:

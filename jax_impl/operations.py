@@ -62,6 +62,19 @@ def divide(scores: Float[Array, "*shape"], divisor: float | Float[Array, ""]) ->
     return (wide / divisors).astype(scores.dtype)
 
 
+def multiply(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
+    """Multiply by a number, rounding once.
+
+    Args:
+        x: any shape; float16 and bfloat16 are multiplied in float32.
+        factor: in full precision, whatever the dtype of `x`.
+
+    Returns:
+        The product in the dtype and shape of `x`.
+    """
+    return (x.astype(wide_dtype(x.dtype)) * factor).astype(x.dtype)
+
+
 def rounded_sqrt(width: int, like: Float[Array, "..."]) -> float | Float[Array, ""]:
     """Square root of a width, rounded to the dtype of `like`, as is the width itself first.
 

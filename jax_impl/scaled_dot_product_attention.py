@@ -1,10 +1,13 @@
 """Scaled dot-product attention of the third source document: True hides."""
 
+from collections.abc import Callable
+
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from jax_impl.checks import check_attention_inputs, check_mask
+from jax_impl.checks import InputError, check_attention_inputs, check_mask
+from jax_impl.layers import Dropout
 from jax_impl.operations import divide, hide, is_nonzero, matmul, rounded_sqrt, softmax
 
 
@@ -13,6 +16,8 @@ def scaled_dot_product_attention(
     K: Float[Array, "nk hk lk d_k"],
     V: Float[Array, "nv hv lk d_v"],
     mask: Shaped[Array, "..."] | None = None,
+    *,
+    dropout: Callable[[Array], Array] | None = None,
 ) -> tuple[Float[Array, "no ho lq d_v"], Float[Array, "nw hw lq lk"]]:
     """Attend: `softmax(Q K^T / sqrt(d_k)) V`.
 
@@ -26,9 +31,10 @@ def scaled_dot_product_attention(
         K: keys, `(n, h, lk, d_k)`.
         V: values, `(n, h, lk, d_v)`.
         mask: True, or any number but 0, hides; broadcasts to `(n, h, lq, lk)`.
+        dropout: applied to the attention weights before they meet the values; not in the document.
 
     Returns:
-        The output `(n, h, lq, d_v)` and the attention weights `(n, h, lq, lk)`.
+        The output `(n, h, lq, d_v)` and the attention weights `(n, h, lq, lk)`, before any dropout.
 
     Raises:
         InputError: ranks, head widths, lengths, dtypes or devices do not fit each other, or
@@ -43,12 +49,24 @@ def scaled_dot_product_attention(
     if mask is not None:
         scores = hide(scores, is_nonzero(mask), -float("inf"))
     attention_weights = softmax(scores)
-    output = matmul(attention_weights, V)
+    output = matmul(attention_weights if dropout is None else dropout(attention_weights), V)
     return output, attention_weights
 
 
 class ScaledDotProductAttention(nnx.Module):
-    """`scaled_dot_product_attention` as a module without parameters, so that it has a path in a trace."""
+    """`scaled_dot_product_attention` as a module without parameters, so that it has a path in a trace.
+
+    Args:
+        p_drop: probability that an attention weight is zeroed in train mode; not in the document.
+
+    Raises:
+        InputError: p_drop is not in [0, 1].
+    """
+
+    def __init__(self, p_drop: float = 0.0, *, rngs: nnx.Rngs | None = None):
+        if p_drop and rngs is None:
+            raise InputError(f"ScaledDotProductAttention: p_drop={p_drop} draws masks and needs rngs; pass rngs=nnx.Rngs(0)")
+        self.dropout = Dropout(p_drop, rngs=rngs) if p_drop and rngs is not None else None
 
     def __call__(
         self,
@@ -58,4 +76,4 @@ class ScaledDotProductAttention(nnx.Module):
         mask: Shaped[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "no ho lq d_v"], Float[Array, "nw hw lq lk"]]:
         """Call `scaled_dot_product_attention`; arguments, results and errors are its own."""
-        return scaled_dot_product_attention(Q, K, V, mask)
+        return scaled_dot_product_attention(Q, K, V, mask, dropout=self.dropout)

@@ -1,7 +1,7 @@
 """The case table of the built-in suite, and the numbers that each case is fed. No framework here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ class Case:
 
     Attributes:
         module: class name.
-        sizes: constructor arguments.
-        lengths: batch n, queries lq, keys lk.
-        mask: shape of the mask in the letters n, h, q, k and 1, such as `n11k`; '' for none.
+        sizes: constructor arguments; those of a `TransformerConfig` for the modules that take one.
+        lengths: batch n, queries lq, keys lk; for a decoder the target's and the source's length.
+        mask: shape of the mask in the letters n, h, q, k and 1, such as `n11k`; '' for none; `ids` where
+            the module makes it from padding among its ids.
         mask_dtype: `bool`, `int32`, `int64`, `uint8`, `float32` or `denormal` (float32 whose ones are 1e-40).
         pattern: what the mask hides.
         style: of the inputs.
@@ -65,9 +66,14 @@ class Case:
 
 STYLES = ("normal", "low variance", "shifted", "large", "small", "two scales")
 PATTERNS = ("random", "causal", "padding", "hidden rows", "nothing hidden")
+# Of a layer of the Transformer.
+LAYER_PATTERNS = ("padding", "causal", "padding and causal")
 
 MHA, FFN = "MultiHeadAttention", "FeedForwardNetwork"
 MHSA, SA, SDPA = "Multi_Head_Self_Attention", "SelfAttention", "ScaledDotProductAttention"
+
+ENCODER, DECODER, TRANSFORMER = "EncoderLayer", "DecoderLayer", "Transformer"
+CONFIGURED = (ENCODER, DECODER, TRANSFORMER)
 
 # One row for each compiled program: sizes all different, then square with n == lq, one head, one token.
 PROGRAMS: tuple[Case, ...] = (
@@ -90,6 +96,10 @@ PROGRAMS: tuple[Case, ...] = (
     Case(FFN, dict(d_model=16), (4, 4, 4)),
     Case(FFN, dict(d_model=24, d_ff=40), (2, 1, 1)),
 )
+# The paper's, and two sets of options that have all others between them.
+PAPER = dict(d_model=24, n_heads=3, n_layers=1, d_ff=40, max_len=16)
+PRE_NORM = PAPER | dict(norm_first=True, activation="gelu", bias=True)
+MODERN = PAPER | dict(n_heads=4, n_kv_heads=2, norm_first=True, norm="rms", activation="gelu_tanh", positions="rotary")
 # The documents' own sizes.
 DEMOS: tuple[Case, ...] = (
     Case(MHA, dict(), (64, 10, 10)),
@@ -108,6 +118,7 @@ MASKS: tuple[tuple[str, str], ...] = (
 )
 MASKED = (PROGRAMS[1], PROGRAMS[5], PROGRAMS[9], PROGRAMS[13])
 ATTENTIONS = (MHA, MHSA, SA, SDPA)
+N_SOURCE, N_TARGET = 11, 13
 
 
 def default_cases(seed: int = 0) -> list[Case]:
@@ -132,7 +143,48 @@ def default_cases(seed: int = 0) -> list[Case]:
         for dtype in ("bfloat16", "float16", "float64"):
             deep = program.module == MHA and dtype != "float64"
             cases += [varied(program, seed + i, "normal", dtype=dtype, native_gradients=deep) for i in range(2)]
-    return cases + refused_cases(seed)
+    return cases + transformer_cases(seed) + refused_cases(seed)
+
+
+def transformer_cases(seed: int = 0) -> list[Case]:
+    """The layers under every pattern of masks in one shape, so that one program serves all; the whole model on padded ids."""
+    cases = []
+    for module in (ENCODER, DECODER):
+        cases.append(Case(module, PAPER, seed=seed))
+        for i, pattern in enumerate(LAYER_PATTERNS):
+            cases.append(Case(module, PAPER, mask="n1qk", pattern=pattern, seed=seed + i, native_gradients=False))
+    for module, sizes in ((ENCODER, PRE_NORM), (ENCODER, MODERN), (DECODER, MODERN)):
+        made = Case(module, sizes, mask="n1qk", pattern="padding and causal", seed=seed)
+        cases.append(replace(made, native_gradients=False))
+    for pattern in ("padding", "nothing hidden"):
+        cases.append(Case(TRANSFORMER, PAPER, mask="ids", pattern=pattern, seed=seed, native_gradients=False))
+    return [*cases, replace(cases[-2], sizes={**MODERN, "tied": True})]
+
+
+def full_transformer_cases(seed: int = 0) -> list[Case]:
+    """Every set of options under every mask in float32, eager and compiled, and in bfloat16; fewer in the other dtypes."""
+    masks = (("", "random"), ("n11k", "padding"), ("11qk", "causal"), ("n1qk", "padding and causal"), ("nhqk", "random"))
+    configs = (PAPER, MODERN, PRE_NORM, PAPER | dict(final_norm=True, eps=1e-2))
+    cases = []
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        few = dtype in ("float16", "float64")
+        modes = ("compiled", "eager") if dtype == "float32" else ("compiled",)
+        for sizes in configs[:2] if few else configs:
+            for i, module in enumerate((ENCODER, DECODER)):
+                for j, (mask, pattern) in enumerate(masks[::3] if few else masks):
+                    made = Case(module, sizes, mask=mask, pattern=pattern, dtype=dtype, modes=modes, seed=seed + 40 + j)
+                    cases.append(replace(made, style=STYLES[(i + j) % len(STYLES)]))
+            whole = Case(TRANSFORMER, {**sizes, "n_layers": 2}, mask="ids", dtype=dtype, modes=modes)
+            for j, pattern in enumerate(("padding", "nothing hidden", "hidden rows")):
+                cases.append(replace(whole, pattern=pattern, seed=seed + 50 + j))
+            if not few:
+                cases.append(replace(whole, sizes={**whole.sizes, "tied": True}, pattern="padding", seed=seed + 53))
+    # The square case, where a swapped axis keeps its shape, and one token.
+    for module in CONFIGURED:
+        for lengths in ((4, 4, 4), (2, 1, 1)):
+            mask = "ids" if module == TRANSFORMER else ""
+            cases.append(Case(module, PRE_NORM, lengths, mask=mask, pattern="nothing hidden", seed=seed + 60))
+    return cases
 
 
 def full_cases(seed: int = 0) -> list[Case]:
@@ -152,7 +204,7 @@ def full_cases(seed: int = 0) -> list[Case]:
                     modes = ("compiled", "eager") if eager else ("compiled",)
                     cases.append(replace(made, pattern=pattern, dtype=dtype, modes=modes))
     cases += [varied(program, seed + 30 + i, STYLES[i % len(STYLES)]) for program in DEMOS for i in range(18)]
-    return cases
+    return cases + full_transformer_cases(seed)
 
 
 def first_of_each() -> list[Case]:
@@ -166,14 +218,6 @@ def refused_cases(seed: int) -> list[Case]:
 
 def varied(program: Case, seed: int, style: str, **changes: Any) -> Case:
     return replace(program, seed=seed, style=style, **changes)
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What a case is fed."""
-
-    args: tuple[Any, ...]
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def values(shape: tuple[int, ...], style: str, rng: np.random.Generator) -> np.ndarray:
@@ -192,6 +236,24 @@ def values(shape: tuple[int, ...], style: str, rng: np.random.Generator) -> np.n
     return x
 
 
+def ids_for(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of source and target; where the pattern hides something, one row of each ends in padding.
+
+    Args:
+        case: the case; of pattern `hidden rows` one source is padding alone.
+        rng: for the ids.
+    """
+    n, target_length, source_length = case.lengths
+    source = rng.integers(1, N_SOURCE, (n, source_length), dtype=np.int32)
+    target = rng.integers(1, N_TARGET, (n, target_length), dtype=np.int32)
+    if case.pattern != "nothing hidden":
+        source[0, source_length - max(1, source_length // 3) :] = 0
+        target[-1, target_length - max(1, target_length // 3) :] = 0
+    if case.pattern == "hidden rows":
+        source[0] = 0
+    return source, target
+
+
 def mask_for(case: Case, hides: bool, rng: np.random.Generator) -> np.ndarray:
     """A mask of the case's shape, dtype and pattern.
 
@@ -204,10 +266,11 @@ def mask_for(case: Case, hides: bool, rng: np.random.Generator) -> np.ndarray:
     letters = {"n": n, "h": case.heads, "q": lq, "k": lk, "1": 1}
     shape = tuple(letters[letter] for letter in case.mask)
     hidden = rng.random(shape) < 0.35
+    later = np.broadcast_to(np.triu(np.ones((lq, lk), bool), 1), shape).copy() if "q" in case.mask else hidden
     if case.pattern == "causal" and "q" in case.mask:
-        hidden = np.broadcast_to(np.triu(np.ones((lq, lk), bool), 1), shape).copy()
-    elif case.pattern == "padding":
-        hidden = np.zeros(shape, bool)
+        hidden = later
+    elif case.pattern in ("padding", "padding and causal"):
+        hidden = later if case.pattern == "padding and causal" else np.zeros(shape, bool)
         hidden[..., lk - max(1, lk // 3) :] = True
     elif case.pattern == "nothing hidden":
         hidden = np.zeros(shape, bool)

@@ -10,7 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from parity.cases import ATTENTIONS, FFN, MHA, SA, SDPA, Case, default_cases, full_cases, mask_for, values
+from parity.cases import (
+    ATTENTIONS,
+    CONFIGURED,
+    DECODER,
+    ENCODER,
+    FFN,
+    MHA,
+    N_SOURCE,
+    N_TARGET,
+    SA,
+    SDPA,
+    TRANSFORMER,
+    Case,
+    default_cases,
+    full_cases,
+    ids_for,
+    mask_for,
+    values,
+)
 from parity.errors import InputError, MissingFrameworkError
 from parity.evidence.compare import checked_levels, climb
 from parity.evidence.numerics import numpy_float
@@ -126,7 +144,7 @@ def check(
     if module:
         cases = [case for case in cases if module.lower() in case.module.lower()]
         if not cases:
-            raise InputError(f"no module is called like {module!r}; there are {', '.join((*ATTENTIONS, FFN))}")
+            raise InputError(f"no module is called like {module!r}; there are {', '.join((*ATTENTIONS, FFN, *CONFIGURED))}")
     SPOILED.clear()
     start, results = time.perf_counter(), list(missing_parts(torch_room, flax_room, device))
     devices = [d for d in ("cpu", "gpu") if device in (d, "all") and not (d == "gpu" and no_gpu(torch_room, flax_room))]
@@ -234,13 +252,22 @@ def models(module: str, sizes: tuple[tuple[str, Any], ...], device: str) -> tupl
     import jax_impl
     import torch_impl
 
-    torch_model = getattr(torch_impl, module)(**dict(sizes))
+    torch_model = getattr(torch_impl, module)(**arguments(torch_impl, module, dict(sizes)))
     flax_class = getattr(jax_impl, module)
+    given = arguments(jax_impl, module, dict(sizes))
     # Without values: initialising would compile one program for every shape, and all are transferred.
-    flax_model = flax_class() if module == SDPA else nnx.eval_shape(lambda: flax_class(**dict(sizes), rngs=nnx.Rngs(0)))
+    flax_model = flax_class() if module == SDPA else nnx.eval_shape(lambda: flax_class(**given, rngs=nnx.Rngs(0)))
     torch_model.eval()
     flax_model.eval()
     return torch_model.to("cuda" if device == "gpu" else "cpu"), flax_model
+
+
+def arguments(wing: Any, module: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What a module of a wing is made from."""
+    if module not in CONFIGURED:
+        return sizes
+    ends = {"n_source": N_SOURCE, "n_target": N_TARGET, "tied": sizes.pop("tied", False)} if module == TRANSFORMER else {}
+    return {"config": wing.TransformerConfig(**sizes), **ends}
 
 
 def prepared(case: Case) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -253,12 +280,22 @@ def prepared(case: Case) -> tuple[Any, Any, tuple[Any, ...]]:
         state = {path: torch_room.from_numpy(array.astype(numpy_float(case.dtype))) for path, array in parameters.items()}
         transfer(state, torch_model, cast="source")
         transfer(torch_model, flax_model, cast="source")
-    if case.mask:
-        hides = case.module in (MHA, SDPA)
-        mask = mask_for(case, hides, rng) if not case.weights else args[3]
-        args = (*args[:3], mask)
-    cast = tuple(a.astype(numpy_float(case.dtype)) if i < 3 else a for i, a in enumerate(args))
-    return torch_model, flax_model, cast
+    wanted = numpy_float(case.dtype)
+    cast = tuple(a.astype(wanted) if a.dtype.kind == "f" else a for a in args[:3])
+    return torch_model, flax_model, (*cast, *(args[3:] or masks(case, rng)))
+
+
+def masks(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """The masks that the module is given as arguments."""
+    if case.mask in ("", "ids"):
+        return ()
+    hides, (n, lq, _) = case.module in (MHA, SDPA, *CONFIGURED), case.lengths
+    if case.module not in CONFIGURED:
+        return (mask_for(case, hides, rng),)
+    own = mask_for(replace(case, lengths=(n, lq, lq)), hides, rng)
+    # A target sees the whole source, but for its padding.
+    over_source = replace(case, mask="n11k", pattern="padding" if "padding" in case.pattern else "random")
+    return (own,) if case.module == ENCODER else (own, mask_for(over_source, hides, rng))
 
 
 def drawn(case: Case, torch_model: Any, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
@@ -269,11 +306,15 @@ def drawn(case: Case, torch_model: Any, rng: np.random.Generator) -> tuple[dict[
         for path, shape in shapes.items()
     }
     n, lq, lk = case.lengths
+    if case.module == TRANSFORMER:
+        return parameters, ids_for(case, rng)
     shapes_in: list[tuple[int, ...]]
     if case.module == SDPA:
         shapes_in = [(n, case.heads, lq, 8), (n, case.heads, lk, 8), (n, case.heads, lk, 5)]
     elif case.module == FFN:
         shapes_in = [(n, lq, case.sizes.get("d_model", 512))]
+    elif case.module in CONFIGURED:
+        shapes_in = [(n, length, case.sizes["d_model"]) for length in ((lq, lk) if case.module == DECODER else (lq,))]
     else:
         width = case.sizes.get("d_model", case.sizes.get("embed_size", 512))
         shapes_in = [(n, lq, width), (n, lk, width), (n, lk, width)]

@@ -222,8 +222,28 @@ def linears(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def jax_layer(module: Any, path: str) -> Any:
     """The layer of a Flax module that stands at a torch path."""
     for part in path.split(".") if path else ():
-        module = module.layers[int(part)] if part.isdigit() else getattr(module, part)
+        module = getattr(module, "layers", module)[int(part)] if part.isdigit() else getattr(module, part)
     return module
+
+
+# The leaves of each kind of layer: torch's name, then Flax's. A kernel is transposed.
+LEAVES: dict[type[torch.nn.Module], tuple[tuple[str, str], ...]] = {
+    torch.nn.Linear: (("weight", "kernel"), ("bias", "bias")),
+    torch.nn.LayerNorm: (("weight", "scale"), ("bias", "bias")),
+    torch.nn.RMSNorm: (("weight", "scale"),),
+    torch.nn.Embedding: (("weight", "embedding"),),
+}
+
+
+def jax_leaves(module: torch.nn.Module, twin: Any) -> dict[str, tuple[Any, bool]]:
+    """The twin's variable for each of torch's parameters, by torch's path, and whether it is transposed."""
+    found = {}
+    for path, layer in module.named_modules():
+        for ours, theirs in next((leaves for kind, leaves in LEAVES.items() if isinstance(layer, kind)), ()):
+            if getattr(layer, ours) is not None:
+                found[f"{path}.{ours}" if path else ours] = getattr(jax_layer(twin, path), theirs), theirs == "kernel"
+    assert found.keys() == dict(module.named_parameters()).keys()
+    return found
 
 
 def mirror(module: torch.nn.Module, **arguments: Any) -> Any:
@@ -233,11 +253,10 @@ def mirror(module: torch.nn.Module, **arguments: Any) -> Any:
     import jax_impl
 
     twin = getattr(jax_impl, type(module).__name__)(**arguments, rngs=nnx.Rngs(0))
-    for path, layer in linears(module).items():
-        target = jax_layer(twin, path)
-        target.kernel.set_value(to_jax(to_numpy(layer.weight).T))
-        if layer.bias is not None:
-            target.bias.set_value(to_jax(layer.bias))
+    state = dict(module.named_parameters())
+    for path, (variable, transposed) in jax_leaves(module, twin).items():
+        array = to_numpy(state[path])
+        variable.set_value(to_jax(array.T if transposed else array))
     return twin
 
 

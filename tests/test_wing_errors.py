@@ -27,7 +27,8 @@ class Wing:
     kind: str
 
     def make(self, name: str, *args: Any, **options: Any) -> Any:
-        rngs = {"rngs": nnx.Rngs(0)} if self.package is jax_impl and name != "ReLU" else {}
+        drawn = self.package is jax_impl and name not in WITHOUT_PARAMETERS
+        rngs = {"rngs": nnx.Rngs(0)} if drawn else {}
         return getattr(self.package, name)(*args, **options, **rngs)
 
     def array(self, *shape: int, dtype: str = "float32") -> Any:
@@ -51,6 +52,7 @@ class Wing:
         return module
 
 
+WITHOUT_PARAMETERS = ("ReLU", "GELU", "SinusoidalPositions", "RotaryPositions", "TransformerConfig")
 TORCH, JAX = Wing(torch_impl, "torch.Tensor"), Wing(jax_impl, "jax.Array")
 wings = pytest.mark.parametrize("wing", [TORCH, JAX], ids=["torch", "jax"])
 
@@ -130,6 +132,66 @@ CONSTRUCTORS = [
         (True,),
         "MultiHeadAttention: d_model must be a whole number, got True; pass options such as bias by keyword",
     ),
+    ("LayerNorm", (0,), "LayerNorm: width must be at least 1, got 0"),
+    ("RMSNorm", ("8",), "RMSNorm: width must be a whole number, got '8' of type str"),
+    (
+        "Embedding",
+        (0, 2.5),
+        "Embedding: 2 problems\n  - n_tokens must be at least 1, got 0\n"
+        "  - width must be a whole number, got 2.5 of type float",
+    ),
+    ("GELU", ("exact",), "GELU: approximate must be one of 'none', 'tanh', got 'exact'"),
+    ("SinusoidalPositions", (8, 0), "SinusoidalPositions: max_len must be at least 1, got 0"),
+    ("SinusoidalPositions", (7,), "SinusoidalPositions: d_model must be even, for sine and cosine come in pairs, got 7"),
+    ("RotaryPositions", (5,), "RotaryPositions: width must be even, for sine and cosine come in pairs, got 5"),
+    ("RotaryPositions", (0,), "RotaryPositions: width must be at least 1, got 0"),
+]
+# Options go by keyword.
+OPTIONS = [
+    (
+        "MultiHeadAttention",
+        (8, 6),
+        dict(n_kv_heads=4),
+        "MultiHeadAttention: n_heads must be a multiple of n_kv_heads, got n_heads=6, n_kv_heads=4; "
+        "the nearest n_heads that fits is 8",
+    ),
+    ("MultiHeadAttention", (8, 6), dict(n_kv_heads=0), "MultiHeadAttention: n_kv_heads must be at least 1, got 0"),
+    ("MultiHeadAttention", (), dict(p_drop=1.5), "Dropout: the dropout rate must be between 0 and 1, got 1.5"),
+    (
+        "FeedForwardNetwork",
+        (8,),
+        dict(activation="swish"),
+        "FeedForwardNetwork: activation must be one of 'relu', 'gelu', 'gelu_tanh', got 'swish'",
+    ),
+    (
+        "TransformerConfig",
+        (),
+        dict(d_model=0, n_heads=2.0, n_layers=0, max_len=-1, d_ff=0, n_kv_heads=0),
+        "TransformerConfig: 6 problems\n  - d_model must be at least 1, got 0\n"
+        "  - n_heads must be a whole number, got 2.0 of type float\n  - n_layers must be at least 1, got 0\n"
+        "  - d_ff must be at least 1, got 0\n  - max_len must be at least 1, got -1\n  - n_kv_heads must be at least 1, got 0",
+    ),
+    (
+        "TransformerConfig",
+        (10, 4),
+        dict(n_kv_heads=3, p_drop=-1.0, p_attention=2.0, norm="batch", activation="tanh", positions="learned"),
+        "TransformerConfig: 7 problems\n  - d_model must be a multiple of n_heads, got d_model=10, n_heads=4; "
+        "the nearest d_model that fits is 8\n  - n_heads must be a multiple of n_kv_heads, got n_heads=4, n_kv_heads=3; "
+        "the nearest n_heads that fits is 3\n  - p_drop must be between 0 and 1, got -1.0\n"
+        "  - p_attention must be between 0 and 1, got 2.0\n  - norm must be one of 'layer', 'rms', got 'batch'\n"
+        "  - activation must be one of 'relu', 'gelu', 'gelu_tanh', got 'tanh'\n"
+        "  - positions must be one of 'sinusoidal', 'rotary', got 'learned'",
+    ),
+    ("TransformerConfig", (9, 3), {}, "TransformerConfig: d_model must be even for sinusoidal positions, got 9"),
+    (
+        "TransformerConfig",
+        (6, 2),
+        dict(positions="rotary"),
+        "TransformerConfig: d_model / n_heads must be even for rotary positions, got d_model=6, n_heads=2",
+    ),
+    ("Transformer", (0, 5), {}, "Transformer: n_source must be at least 1, got 0"),
+    ("Transformer", (9, 5), dict(pad=5), "Transformer: pad must be from 0 to 4, got 5"),
+    ("Transformer", (9, 5), dict(pad=True), "Transformer: pad must be a whole number, got True of type bool"),
 ]
 
 
@@ -139,6 +201,22 @@ def test_constructors_refuse(wing, name, args, words, unchecked_shapes):
     with pytest.raises(wing.package.InputError) as refusal:
         wing.make(name, *args)
     assert str(refusal.value) == words
+
+
+@wings
+@pytest.mark.parametrize(("name", "args", "options", "words"), OPTIONS)
+def test_options_are_refused(wing, name, args, options, words, unchecked_shapes):
+    with pytest.raises(wing.package.InputError) as refusal:
+        wing.make(name, *args, **options)
+    assert str(refusal.value) == words
+
+
+def test_attention_dropout_draws_masks_and_needs_a_stream():
+    with pytest.raises(jax_impl.InputError) as refusal:
+        jax_impl.ScaledDotProductAttention(0.5)
+    assert str(refusal.value) == "ScaledDotProductAttention: p_drop=0.5 draws masks and needs rngs; pass rngs=nnx.Rngs(0)"
+    assert jax_impl.ScaledDotProductAttention(0.5, rngs=nnx.Rngs(0)).dropout is not None
+    assert jax_impl.ScaledDotProductAttention().dropout is None
 
 
 @wings
@@ -298,9 +376,13 @@ def test_the_core_function_refuses_kinds_dtypes_and_masks(wing, unchecked_shapes
 
 
 @wings
-@pytest.mark.parametrize("name", ["Linear", "FeedForwardNetwork"])
-def test_layers_refuse_features(wing, name, unchecked_shapes):
-    module = wing.make(name, 8, 4)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("Linear", (8, 4)), ("FeedForwardNetwork", (8, 4)), ("LayerNorm", (8,)), ("RMSNorm", (8,)), ("Embedding", (4, 8))],
+)
+def test_layers_refuse_features(wing, name, sizes, unchecked_shapes):
+    module = wing.make(name, *sizes)
+    module = module.attend if name == "Embedding" else module
     for x, words in (
         (wing.array(2, 7), "the input must have width 8 on its last axis, got shape (2, 7)"),
         (wing.array(), "the input must have width 8 on its last axis, got shape ()"),
@@ -316,6 +398,111 @@ def test_layers_refuse_features(wing, name, unchecked_shapes):
         with pytest.raises(wing.package.InputError) as refusal:
             module(x)
         assert str(refusal.value) == f"{name}: {words}"
+
+
+# ---------------------------------------------------------------- positions, ids and the Transformer
+
+
+def ids_of(wing, rows, dtype="int32"):
+    return torch.tensor(rows, dtype=getattr(torch, dtype)) if wing is TORCH else jnp.array(rows, dtype)
+
+
+@wings
+def test_positions_refuse_widths_and_lengths(wing, unchecked_shapes):
+    for name, shape in (("SinusoidalPositions", (2, 4, 6)), ("RotaryPositions", (2, 3, 4, 6))):
+        module = wing.make(name, 6, 9)
+        for args, words in (
+            ((wing.array(*shape[:-1], 8),), f"the input must have width 6 on its last axis, got shape {(*shape[:-1], 8)}"),
+            ((wing.array(*shape, dtype="int32"),), "the input must be floating point, got int32"),
+            ((wing.array(*shape), 6), "10 positions are wanted and max_len is 9; give a larger max_len"),
+        ):
+            with pytest.raises(wing.package.InputError) as refusal:
+                module(*args)
+            assert str(refusal.value) == f"{name}: {words}"
+        assert module(wing.array(*shape), 5).shape == shape
+
+
+@wings
+def test_an_embedding_refuses_what_are_no_ids(wing, unchecked_shapes):
+    module = wing.make("Embedding", 7, 4)
+    for ids, words in (
+        (ids_of(wing, [[0, 7], [-1, 3]]), "the ids must be from 0 to 6, got -1 to 7"),
+        (wing.array(2, 3), "the ids must be integers, got float32"),
+        (wing.array(2, 3, dtype="bool"), "the ids must be integers, got bool"),
+        ([[1, 2]], f"the ids must be a {wing.kind}, got list"),
+    ):
+        with pytest.raises(wing.package.InputError) as refusal:
+            module(ids)
+        assert str(refusal.value) == f"Embedding: {words}"
+    assert module(ids_of(wing, [[0, 6]])).shape == (1, 2, 4)
+
+
+def transformer_of(wing):
+    config = wing.make("TransformerConfig", 8, 2, n_layers=1, max_len=6)
+    model = wing.make("Transformer", 11, 13, config)
+    model.eval()
+    return model
+
+
+@wings
+def test_the_transformer_refuses_ids_that_do_not_fit(wing, unchecked_shapes):
+    model, good = transformer_of(wing), ids_of(wing, [[1, 2, 3]] * 2)
+    for args, words in (
+        ((wing.array(2, 3), [1]), ["source must be integers, got float32", f"target must be a {wing.kind}, got list"]),
+        (
+            (good[0], ids_of(wing, [[1] * 7] * 2)),
+            [
+                "source must have 2 axes (batch, length), got 1 with shape (3,)",
+                "target is 7 tokens long and max_len is 6; shorten it or give a larger max_len",
+            ],
+        ),
+        ((good, good[:1]), ["all ids must have the same batch size, got source (2, 3), target (1, 3)"]),
+    ):
+        with pytest.raises(wing.package.InputError) as refusal:
+            model(*args)
+        assert str(refusal.value) == listed("Transformer", words)
+    with pytest.raises(wing.package.InputError, match=r"^Embedding: the ids must be from 0 to 10, got 1 to 12$"):
+        model(ids_of(wing, [[1, 2, 12]] * 2), good)
+    with pytest.raises(wing.package.InputError, match=r"^Transformer: source must have 2 axes"):
+        model.encode(good[0])
+    with pytest.raises(wing.package.InputError, match=r"^Transformer: target must have 2 axes"):
+        model.decode(good[0], wing.array(2, 3, 8))
+    # An encoder's output of another batch is the attention's to refuse.
+    with pytest.raises(wing.package.InputError, match=r"^MultiHeadAttention: all inputs must have the same batch size"):
+        model.decode(good, wing.array(1, 3, 8))
+
+
+@wings
+def test_decoding_refuses_tokens_and_lengths(wing, unchecked_shapes):
+    model, source = transformer_of(wing), ids_of(wing, [[1, 2, 3]])
+    for given, words in (
+        (dict(max_new=0), "max_new must be at least 1, got 0"),
+        (dict(max_new=7), "7 positions are wanted and max_len is 6; give a larger max_len"),
+        (dict(start=13, stop=-1), ["start must be from 0 to 12, got 13", "stop must be from 0 to 12, got -1"]),
+        (dict(stop=2.0), "stop must be a whole number, got 2.0 of type float"),
+        (dict(start=0), "start must not be the padding, 0: nothing but padding would be decoded"),
+    ):
+        with pytest.raises(wing.package.InputError) as refusal:
+            wing.package.greedy_decode(model, source, **dict(start=1, stop=2, max_new=3) | given)
+        assert str(refusal.value) == listed("greedy_decode", [words] if isinstance(words, str) else words)
+    with pytest.raises(wing.package.InputError, match=r"^Transformer: source must have 2 axes"):
+        wing.package.greedy_decode(model, source[0], start=1, stop=2, max_new=3)
+
+
+@wings
+def test_layers_refuse_what_their_parts_refuse(wing, unchecked_shapes):
+    config = wing.make("TransformerConfig", 8, 2, n_layers=1, max_len=6)
+    x, other = wing.array(2, 3, 8), wing.array(2, 3, 6)
+    for name, args, where in (
+        ("EncoderLayer", (other,), "query must have width 8 on its last axis, got shape (2, 3, 6)"),
+        ("Encoder", (x, wing.array(2, 3)), "mask must broadcast to the scores' shape"),
+        ("DecoderLayer", (x, other), "key must have width 8 on its last axis, got shape (2, 3, 6)"),
+        ("Decoder", (x, wing.array(2, 5, 8), None, wing.array(3, 3)), "mask must broadcast to the scores' shape"),
+    ):
+        with pytest.raises(wing.package.InputError) as refusal:
+            wing.make(name, config)(*args)
+        assert str(refusal.value).startswith("MultiHeadAttention: ")
+        assert where in str(refusal.value)
 
 
 @wings

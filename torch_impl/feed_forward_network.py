@@ -3,8 +3,8 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_impl.checks import check_features, check_sizes
-from torch_impl.layers import Dropout, Linear, ReLU
+from torch_impl.checks import check_choices, check_features, check_sizes
+from torch_impl.layers import GELU, Dropout, Linear, ReLU
 
 
 class FeedForwardNetwork(nn.Module):
@@ -19,22 +19,24 @@ class FeedForwardNetwork(nn.Module):
         d_model: width of input and output.
         d_ff: width between; None is 4 * d_model.
         p_drop: probability that an element is zeroed in train mode.
+        activation: "relu", the document's, or "gelu" or "gelu_tanh".
 
     Raises:
-        InputError: a size is no positive whole number, or p_drop is not in [0, 1].
+        InputError: a size is no positive whole number, p_drop is not in [0, 1], or the activation is
+            none of the three.
 
     Source:
         the third document; Vaswani et al. 2017, section 3.3.
     """
 
-    def __init__(self, d_model: int = 512, d_ff: int | None = None, p_drop: float = 0.1):
+    def __init__(self, d_model: int = 512, d_ff: int | None = None, p_drop: float = 0.1, *, activation: str = "relu"):
         super().__init__()
         d_ff = 4 * d_model if d_ff is None else d_ff
         check_sizes("FeedForwardNetwork", d_model=d_model, d_ff=d_ff)
         self.d_model = d_model
         self.model = nn.Sequential(
             Linear(d_model, d_ff),
-            ReLU(),
+            make_activation(activation),
             Dropout(p_drop),
             Linear(d_ff, d_model),
             Dropout(p_drop),
@@ -54,3 +56,21 @@ class FeedForwardNetwork(nn.Module):
         """
         check_features("FeedForwardNetwork", x, self.d_model, next(self.parameters()))
         return self.model(x)
+
+
+def make_activation(name: str) -> ReLU | GELU:
+    """The layer between the projections, by its name.
+
+    Args:
+        name: "relu", "gelu" or "gelu_tanh".
+
+    Returns:
+        The layer.
+
+    Raises:
+        InputError: the name is another one.
+    """
+    check_choices("FeedForwardNetwork", "activation", name, ("relu", "gelu", "gelu_tanh"))
+    if name == "relu":
+        return ReLU()
+    return GELU("tanh" if name == "gelu_tanh" else "none")

@@ -52,6 +52,19 @@ def divide(scores: Float[Tensor, "*shape"], divisor: float | Float[Tensor, ""]) 
     return scores / divisor
 
 
+def multiply(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:
+    """Multiply by a number, rounding once.
+
+    Args:
+        x: any shape; float16 and bfloat16 are multiplied in float32.
+        factor: in full precision, whatever the dtype of `x`.
+
+    Returns:
+        The product in the dtype and shape of `x`.
+    """
+    return x * factor
+
+
 def rounded_sqrt(width: int, like: Float[Tensor, "..."]) -> Float[Tensor, ""]:
     """Square root of a width, rounded to the dtype of `like`, as is the width itself first.
 

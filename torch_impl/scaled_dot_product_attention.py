@@ -1,9 +1,12 @@
 """Scaled dot-product attention of the third source document: True hides."""
 
+from collections.abc import Callable
+
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from torch_impl.checks import check_attention_inputs, check_mask
+from torch_impl.layers import Dropout
 from torch_impl.operations import divide, hide, is_nonzero, matmul, rounded_sqrt, softmax
 
 
@@ -12,6 +15,8 @@ def scaled_dot_product_attention(
     K: Float[Tensor, "nk hk lk d_k"],
     V: Float[Tensor, "nv hv lk d_v"],
     mask: Shaped[Tensor, "..."] | None = None,
+    *,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Float[Tensor, "no ho lq d_v"], Float[Tensor, "nw hw lq lk"]]:
     """Attend: `softmax(Q K^T / sqrt(d_k)) V`.
 
@@ -25,9 +30,10 @@ def scaled_dot_product_attention(
         K: keys, `(n, h, lk, d_k)`.
         V: values, `(n, h, lk, d_v)`.
         mask: True, or any number but 0, hides; broadcasts to `(n, h, lq, lk)`.
+        dropout: applied to the attention weights before they meet the values; not in the document.
 
     Returns:
-        The output `(n, h, lq, d_v)` and the attention weights `(n, h, lq, lk)`.
+        The output `(n, h, lq, d_v)` and the attention weights `(n, h, lq, lk)`, before any dropout.
 
     Raises:
         InputError: ranks, head widths, lengths, dtypes or devices do not fit each other, or
@@ -42,12 +48,23 @@ def scaled_dot_product_attention(
     if mask is not None:
         scores = hide(scores, is_nonzero(mask), -float("inf"))
     attention_weights = softmax(scores)
-    output = matmul(attention_weights, V)
+    output = matmul(attention_weights if dropout is None else dropout(attention_weights), V)
     return output, attention_weights
 
 
 class ScaledDotProductAttention(nn.Module):
-    """`scaled_dot_product_attention` as a module without parameters, so that it has a path in a trace."""
+    """`scaled_dot_product_attention` as a module without parameters, so that it has a path in a trace.
+
+    Args:
+        p_drop: probability that an attention weight is zeroed in train mode; not in the document.
+
+    Raises:
+        InputError: p_drop is not in [0, 1].
+    """
+
+    def __init__(self, p_drop: float = 0.0):
+        super().__init__()
+        self.dropout = Dropout(p_drop) if p_drop else None
 
     def forward(
         self,
@@ -57,4 +74,4 @@ class ScaledDotProductAttention(nn.Module):
         mask: Shaped[Tensor, "..."] | None = None,
     ) -> tuple[Float[Tensor, "no ho lq d_v"], Float[Tensor, "nw hw lq lk"]]:
         """Call `scaled_dot_product_attention`; arguments, results and errors are its own."""
-        return scaled_dot_product_attention(Q, K, V, mask)
+        return scaled_dot_product_attention(Q, K, V, mask, dropout=self.dropout)

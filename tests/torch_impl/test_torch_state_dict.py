@@ -9,6 +9,38 @@ from helpers import fill
 import torch_impl
 
 E, H, D = 12, 3, 4
+CONFIG = torch_impl.TransformerConfig(d_model=8, n_heads=2, n_layers=2, d_ff=12)
+INNER = {
+    "feed_forward.model.0.weight": (12, 8),
+    "feed_forward.model.0.bias": (12,),
+    "feed_forward.model.3.weight": (8, 12),
+    "feed_forward.model.3.bias": (8,),
+}
+
+
+def attention(name):
+    return {f"{name}.{W}.weight": (8, 8) for W in ("W_q", "W_k", "W_v", "W_o")}
+
+
+def norms(count):
+    return {f"norm{i + 1}.{leaf}": (8,) for i in range(count) for leaf in ("weight", "bias")}
+
+
+ENCODER_LAYER = {**attention("self_attention"), **INNER, **norms(2)}
+DECODER_LAYER = {**attention("self_attention"), **attention("cross_attention"), **INNER, **norms(3)}
+
+
+def grouped(layer):
+    """The same with one key head for two, RMS norms, and a feed-forward network of the default width."""
+    found = {}
+    for name, shape in layer.items():
+        if "W_k" in name or "W_v" in name:
+            found[name] = (4, 8)
+        elif not (name.startswith("norm") and name.endswith("bias")):
+            found[name] = tuple(32 if size == 12 else size for size in shape)
+    return found
+
+
 LAYOUT = {
     "first": (
         lambda: torch_impl.Multi_Head_Self_Attention(E, H),
@@ -75,6 +107,29 @@ LAYOUT = {
         torch_impl.FeedForwardNetwork,
         {"model.0.weight": (2048, 512), "model.0.bias": (2048,), "model.3.weight": (512, 2048), "model.3.bias": (512,)},
     ),
+    "encoder layer": (lambda: torch_impl.EncoderLayer(CONFIG), ENCODER_LAYER),
+    "Transformer, tied": (
+        lambda: torch_impl.Transformer(5, 6, CONFIG, tied=True),
+        {
+            "source_embedding.weight": (5, 8),
+            "target_embedding.weight": (6, 8),
+            **{f"encoder.layers.{i}.{name}": shape for i in (0, 1) for name, shape in ENCODER_LAYER.items()},
+            **{f"decoder.layers.{i}.{name}": shape for i in (0, 1) for name, shape in DECODER_LAYER.items()},
+        },
+    ),
+    "Transformer, with norms at the end": (
+        lambda: torch_impl.Transformer(5, 6, torch_impl.TransformerConfig(8, 2, 1, norm_first=True, norm="rms", n_kv_heads=1)),
+        {
+            "source_embedding.weight": (5, 8),
+            "target_embedding.weight": (6, 8),
+            **{f"encoder.layers.0.{name}": shape for name, shape in grouped(ENCODER_LAYER).items()},
+            "encoder.norm.weight": (8,),
+            **{f"decoder.layers.0.{name}": shape for name, shape in grouped(DECODER_LAYER).items()},
+            "decoder.norm.weight": (8,),
+            "output.weight": (6, 8),
+            "output.bias": (6,),
+        },
+    ),
 }
 layouts = pytest.mark.parametrize(("make", "layout"), LAYOUT.values(), ids=LAYOUT)
 
@@ -109,12 +164,16 @@ def test_strict_loading_notices_a_missing_and_a_foreign_key():
         (torch_impl.MultiHeadAttention.forward, ["query", "key", "value", "mask"]),
         (torch_impl.scaled_dot_product_attention, ["Q", "K", "V", "mask"]),
         (torch_impl.FeedForwardNetwork.forward, ["x"]),
+        (torch_impl.EncoderLayer.forward, ["x", "mask"]),
+        (torch_impl.DecoderLayer.forward, ["x", "memory", "mask", "memory_mask"]),
+        (torch_impl.Transformer.forward, ["source", "target"]),
         (torch_impl.Multi_Head_Self_Attention.__init__, ["embed_size", "heads"]),
         (torch_impl.SelfAttention.__init__, ["embed_size", "heads"]),
     ],
 )
 def test_call_order_is_the_documents(call, order):
-    assert [name for name in inspect.signature(call).parameters if name != "self"] == order
+    ours = {"self", "need_weights", "dropout"}
+    assert [name for name in inspect.signature(call).parameters if name not in ours] == order
 
 
 def test_untouched_weights_are_torchs_own_draws(seed):

@@ -87,6 +87,9 @@ class Prover(TorchDispatchMode):
             result = self.summed(func, args, kwargs, operands)
         elif name is aten._softmax:
             result = self.softmax(func, args, kwargs)
+        elif name is aten._local_scalar_dense and not operands[0].is_floating_point():
+            # A whole number that the module looks at, as a check of ids does; unproved ones do not come so far.
+            result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
             self.elementwise(func, args, operands, result)
@@ -236,6 +239,7 @@ KEEPS_ROUNDED = {
     *(aten.detach, aten.alias, aten.unsqueeze, aten.squeeze, aten.slice, aten.select, aten.split, aten.chunk, aten.unbind),
     *(aten.unsafe_split, aten.unsafe_chunk),
     *(aten.contiguous, aten.masked_fill, aten.masked_fill_, aten.where, aten.relu, aten.amax, aten.maximum, aten.minimum),
+    *(aten.amin, aten.max, aten.min),
     *(aten.cat, aten.stack, aten.index, aten.index_select, aten.gather, aten.embedding, aten.flip, aten.tril, aten.triu),
     *(aten.split_with_sizes, aten.copy_, aten._to_copy, aten.lift_fresh, aten.isnan, aten.isinf, aten.eq, aten.ne),
 }

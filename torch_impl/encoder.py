@@ -1,0 +1,81 @@
+"""The encoder of the Transformer of 2017, from the third document's parts."""
+
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from torch_impl.config import TransformerConfig, make_attention, make_feed_forward, make_final_norm, make_norm
+from torch_impl.layers import Dropout
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and a feed-forward network, each with dropout, a residual and a normalisation.
+
+    Post-norm, as in the paper: `norm(x + f(x))`; pre-norm by option: `x + f(norm(x))`. The feed-forward
+    network brings its last dropout with it.
+
+    Parameters, in this order: self_attention, feed_forward, norm1, norm2.
+
+    Args:
+        config: sizes and options.
+
+    Source:
+        Vaswani et al. 2017, section 3.1.
+    """
+
+    def __init__(self, config: TransformerConfig = TransformerConfig()):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.self_attention = make_attention(config, rotary=True)
+        self.feed_forward = make_feed_forward(config)
+        self.norm1 = make_norm(config)
+        self.norm2 = make_norm(config)
+        self.dropout = Dropout(config.p_drop)
+
+    def forward(self, x: Float[Tensor, "n l e"], mask: Shaped[Tensor, "..."] | None = None) -> Float[Tensor, "n l e"]:
+        """Apply the layer.
+
+        Args:
+            x: `(n, l, d_model)`.
+            mask: True hides; broadcasts to `(n, h, l, l)`.
+
+        Returns:
+            The same shape.
+        """
+        normed = self.norm1(x) if self.norm_first else x
+        attended, _ = self.self_attention(normed, normed, normed, mask)
+        x = x + self.dropout(attended)
+        x = x if self.norm_first else self.norm1(x)
+        x = x + self.feed_forward(self.norm2(x) if self.norm_first else x)
+        return x if self.norm_first else self.norm2(x)
+
+
+class Encoder(nn.Module):
+    """A stack of encoder layers, and a normalisation behind the last where the options ask for one.
+
+    Parameters, in this order: layers, norm.
+
+    Args:
+        config: sizes and options.
+
+    Source:
+        Vaswani et al. 2017, section 3.1.
+    """
+
+    def __init__(self, config: TransformerConfig = TransformerConfig()):
+        super().__init__()
+        self.layers = nn.ModuleList([EncoderLayer(config) for _ in range(config.n_layers)])
+        self.norm = make_final_norm(config)
+
+    def forward(self, x: Float[Tensor, "n l e"], mask: Shaped[Tensor, "..."] | None = None) -> Float[Tensor, "n l e"]:
+        """Apply all layers.
+
+        Args:
+            x: `(n, l, d_model)`.
+            mask: True hides; broadcasts to `(n, h, l, l)`.
+
+        Returns:
+            The same shape.
+        """
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x if self.norm is None else self.norm(x)
