@@ -1,0 +1,1 @@
+"""Planted faults: what a checker must find, and what it must call it."""
