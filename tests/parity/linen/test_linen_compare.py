@@ -333,7 +333,7 @@ def test_dropout_without_keys_and_with_keys():
         (
             lambda: two()[0],
             lambda: parity.Linen(Two(), None, x()),
-            r"holds no values at params.a.kernel, .* transfer into it first",
+            r"holds no values at params.a.bias, params.a.kernel, .* transfer into it first",
         ),
         (lambda: two()[0], lambda: two()[1].variables, "which holds arrays but computes nothing"),
         (lambda: two()[0], Two, "the second model must be a flax.nnx.Module or a parity.Linen, got the Linen module"),

@@ -188,11 +188,14 @@ def lightning():
 
 def test_the_weights_of_lightning_are_found_and_those_of_another_key_on_request(tmp_path):
     whole, state, ema = lightning()
-    torch.save(whole, tmp_path / "last.ckpt")
-    done = parity.transfer(tmp_path / "last.ckpt", TorchPair(), rename={"net": ""})
+    torch.save({key: value for key, value in whole.items() if key != "ema"}, tmp_path / "plain.ckpt")
+    done = parity.transfer(tmp_path / "plain.ckpt", TorchPair(), rename={"net": ""})
     assert snapshot(done.value) == snapshot(state)
-    left = "left out: ema, epoch, pytorch-lightning_version, optimizer_states"
-    assert f"last.ckpt: the weights are under 'state_dict'; {left}" in done.notes
+    left = "left out: epoch, pytorch-lightning_version, optimizer_states"
+    assert f"plain.ckpt: the weights are under 'state_dict'; {left}" in done.notes
+    torch.save(whole, tmp_path / "last.ckpt")
+    with pytest.raises(InputError, match="holds tensors under state_dict, ema; say which are meant with key"):
+        parity.transfer(tmp_path / "last.ckpt", TorchPair(), rename={"net": ""})
     for key, expected in {"state_dict.net": state, "ema": ema}.items():
         assert snapshot(parity.transfer(tmp_path / "last.ckpt", TorchPair(), key=key).value) == snapshot(expected)
     for key in ("epoch", "state_dict.body", "nowhere"):
