@@ -190,6 +190,8 @@ class Rename:
 
     def fitting(self, name: str) -> list[tuple[Renaming, Match]]:
         """The entries that fit a name, the most exact first."""
+        if not self.entries:
+            return []
         near = {id(key): key.matches(name) for path in {name, bare(name)} for key in self.keys.near(path)}
         found = [(self.by_key[key], match) for key, match in near.items() if match]
         return sorted(found, key=lambda one: exactness(one[0].key), reverse=True)

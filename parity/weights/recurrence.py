@@ -19,7 +19,7 @@ RECURRENT = ("torch.nn.RNN", "torch.nn.GRU", "torch.nn.LSTM")
 
 def unrolled(leaves: list[Leaf]) -> list[Leaf]:
     """The leaves, each of a recurrent layer of torch with the single layers that may hold it in Flax."""
-    return [replace(leaf, claims=(*leaf.claims, *single(leaf))) for leaf in leaves]
+    return [replace(leaf, claims=(*leaf.claims, *found)) if (found := single(leaf)) else leaf for leaf in leaves]
 
 
 def single(leaf: Leaf) -> list[Claim]:

@@ -140,7 +140,16 @@ class Rule:
 
     def entries(self, name: str, side: Side) -> list[LeafRule]:
         """The entries for an array, by its name on one side."""
-        return [leaf for leaf in self.leaves if getattr(leaf, side) == name]
+        return self.by_name[side].get(name, [])
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, dict[str, list[LeafRule]]]:
+        """The entries by the name of their array on either side."""
+        found: dict[str, dict[str, list[LeafRule]]] = {"torch": {}, "flax": {}}
+        for leaf in self.leaves:
+            found["torch"].setdefault(leaf.torch, []).append(leaf)
+            found["flax"].setdefault(leaf.flax, []).append(leaf)
+        return found
 
     @functools.cached_property
     def blocks(self) -> list[tuple[str, tuple[str, ...]]]:

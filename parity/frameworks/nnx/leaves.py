@@ -24,7 +24,9 @@ NAME = "flax"
 # What may hold variables, and what most attributes of a layer are instead: to ask flax whether a number is a
 # variable takes longer than all the rest of a walk.
 NODES = (nnx.Pytree, nnx.Variable, dict, list, tuple, Mapping, jax.Array, np.ndarray)
-PLAIN = frozenset({type(None), bool, int, float, str, FunctionType})
+LEAVES = (nnx.Variable, jax.Array, np.ndarray)
+NUMBERS = frozenset({bool, int, float, str})
+PLAIN = frozenset({type(None), FunctionType, *NUMBERS})
 
 
 def is_model(value: Any) -> bool:
@@ -71,15 +73,21 @@ def walk(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
         if id(node) in above:
             continue
         yield path, torch_path, node
-        if isinstance(node, nnx.Variable | jax.Array | np.ndarray):
+        if is_kind(type(node), LEAVES):
             continue
         left_out = left_out_by_torch(node)
         above |= {id(node)}
         waiting += [
             ((*path, name), torch_path if name == left_out else (*torch_path, name), child, above)
             for name, child in reversed(parts(node))
-            if type(child) not in PLAIN and isinstance(child, NODES)
+            if type(child) not in PLAIN and is_kind(type(child), NODES)
         ]
+
+
+@functools.lru_cache(maxsize=1024)
+def is_kind(kind: Any, kinds: tuple[type, ...]) -> bool:
+    """`isinstance`, once for each class: Flax's own, which looks for traced variables too, takes longer than all else here."""
+    return issubclass(kind, (*kinds, jax.core.Tracer))
 
 
 def left_out_by_torch(node: Any) -> str | None:
@@ -152,7 +160,7 @@ def leaves(value: Any) -> list[Leaf]:
     modules: dict[tuple[str, ...], Any] = {}
     for path, torch_path, node in walk(value):
         modules[path] = node
-        if isinstance(node, nnx.Variable):
+        if is_kind(type(node), LEAVES[:1]) and isinstance(node, nnx.Variable):
             owner = modules[path[:-1]]
             names = kinds(owner) if isinstance(owner, nnx.Module) else ()
             leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
@@ -192,6 +200,8 @@ def layers(value: Any) -> list[Layer]:
 
 def function_kind(value: Any) -> str:
     """The public name of a function of jax that stands for a layer of torch, '' of anything else."""
+    if value is None or type(value) in NUMBERS:
+        return ""
     function = value.func if isinstance(value, functools.partial) else value
     if isinstance(function, type | nnx.Module) or not callable(function):
         return ""
