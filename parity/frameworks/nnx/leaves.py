@@ -73,14 +73,14 @@ def walk(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
         if id(node) in above:
             continue
         yield path, torch_path, node
-        if is_kind(type(node), LEAVES):
+        if is_kind(type(node), LEAVES):  # type: ignore[arg-type]
             continue
         left_out = left_out_by_torch(node)
         above |= {id(node)}
         waiting += [
             ((*path, name), torch_path if name == left_out else (*torch_path, name), child, above)
             for name, child in reversed(parts(node))
-            if type(child) not in PLAIN and is_kind(type(child), NODES)
+            if type(child) not in PLAIN and is_kind(type(child), NODES)  # type: ignore[arg-type]
         ]
 
 
@@ -160,7 +160,7 @@ def leaves(value: Any) -> list[Leaf]:
     modules: dict[tuple[str, ...], Any] = {}
     for path, torch_path, node in walk(value):
         modules[path] = node
-        if is_kind(type(node), LEAVES[:1]) and isinstance(node, nnx.Variable):
+        if is_kind(type(node), LEAVES[:1]) and isinstance(node, nnx.Variable):  # type: ignore[arg-type]
             owner = modules[path[:-1]]
             names = kinds(owner) if isinstance(owner, nnx.Module) else ()
             leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
