@@ -137,6 +137,14 @@ def test_initial_weights_are_distributed_like_torchs():
     assert (np.asarray(jax_impl.LayerNorm(6, rngs=nnx.Rngs(0)).bias[...]) == 0).all()
 
 
+def test_a_cast_embedding_computes_in_its_new_dtype():
+    embedding = jax_impl.Embedding(7, 4, rngs=nnx.Rngs(0))
+    embedding.embedding.set_value(embedding.embedding[...].astype(jnp.bfloat16))
+    assert embedding(jnp.array([3])).dtype == jnp.bfloat16
+    # What nnx.Embed computes in where it is asked to; parity reads it as a setting.
+    assert embedding.dtype is None
+
+
 def test_an_id_that_names_no_row_gives_nan_in_a_compiled_program():
     embedding = jax_impl.Embedding(7, 4, rngs=nnx.Rngs(0))
     out = np.asarray(jax.jit(embedding)(jnp.array([0, 7, -1, 6])))
