@@ -13,6 +13,8 @@ from parity.evidence.diff import diff as diff
 from parity.evidence.result import LEVELS as LEVELS
 from parity.evidence.result import PROVES as PROVES
 from parity.evidence.result import Diff as Diff
+from parity.evidence.result import Isolated as Isolated
+from parity.evidence.result import Isolation as Isolation
 from parity.evidence.result import Report as Report
 from parity.evidence.result import Trace as Trace
 from parity.evidence.rule_check import RuleCheck as RuleCheck

@@ -54,3 +54,44 @@ class Captured:
     call: int
     outputs: dict[str, Any]
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy.
+
+    Attributes:
+        path: the submodule's dotted path, in torch's words.
+        call: 0 for its first call, 1 for its second.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: the tree that it returned.
+        inside: path and call of the recorded call that made this one; None for the model itself.
+    """
+
+    path: str
+    call: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    inside: tuple[str, int] | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.path, self.call
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A submodule run by itself, with the modules below it answering as they were told.
+
+    Attributes:
+        outputs: leaves by path in the returned tree.
+        given: what it gave the modules below, by their path, call and path of the argument.
+        seen: how often each module below was called where an answer can be given; a call inside a
+            transformation of the compiler is none.
+    """
+
+    outputs: dict[str, Any]
+    given: dict[tuple[str, int, str], Any] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """What a comparison returns: frozen values that can print themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parity.errors import DivergenceError
+from parity.errors import DivergenceError, InputError
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
@@ -121,16 +121,120 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """One value that a module, run alone, computes otherwise.
+
+    Attributes:
+        where: an output, or what the module gives one that it calls.
+        ratio: the largest difference over what rounding explains.
+        differing: how many values differ, and `elements`, of how many.
+        worst: index of the largest difference.
+        flax: the value there.
+        torch: the value there.
+        difference: between them; the smallest absolute tolerance that would have passed.
+        reason: in words, where it is no matter of numbers: a shape, a missing output, NaN.
+    """
+
+    where: str
+    ratio: float
+    differing: int = 0
+    elements: int = 0
+    worst: tuple[int, ...] = ()
+    flax: float = 0.0
+    torch: float = 0.0
+    difference: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """One call of one pair of modules, run alone on what torch's was given.
+
+    Attributes:
+        path: of the torch module.
+        call: which call of it, from 0.
+        flax_path: of the Flax module, in torch's words.
+        decided_by: whether names, the transfer's plan or the order of calls made them a pair.
+        status: `follows` if it differs, but may do so because of a module inside it that is wrong
+            and could not answer as torch's did.
+        ratio: the largest difference over what rounding explains.
+        differences: what it computes otherwise, worst first.
+        between: whether it calls other modules, all of which answered as torch's did, so that the
+            fault is in its own code between them.
+        note: why it could not be compared, or what a reader must know.
+    """
+
+    path: str
+    call: int
+    flax_path: str
+    decided_by: Literal["name", "plan", "call order"]
+    status: Literal["agrees", "differs", "follows", "not comparable"]
+    ratio: float = 0.0
+    differences: tuple[Difference, ...] = ()
+    between: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Every pair of modules, each judged for itself.
+
+    Attributes:
+        modules: one for each call of each pair, in the order in which torch's modules finish.
+        unpaired: modules of one side without a partner.
+    """
+
+    modules: tuple[Isolated, ...]
+    unpaired: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every pair that could be compared agrees."""
+        return all(one.status in ("agrees", "not comparable") for one in self.modules)
+
+    @property
+    def faults(self) -> tuple[Isolated, ...]:
+        """The modules that are wrong for themselves, each once, with the call that shows it most."""
+        worst: dict[str, Isolated] = {}
+        for one in self.modules:
+            if one.status == "differs" and (one.path not in worst or one.ratio > worst[one.path].ratio):
+                worst[one.path] = one
+        return tuple(worst.values())
+
+    def raise_for_divergence(self) -> None:
+        """Raise the modules that are wrong, if there are any.
+
+        Raises:
+            DivergenceError: a pair differs.
+        """
+        if not self.passed:
+            raise DivergenceError(str(self))
+
+    def __str__(self) -> str:
+        from parity.report.text import isolation_text
+
+        return isolation_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return as_data(self)
+
+
+@dataclass(frozen=True)
 class Trace:
     """Outputs of every module on both sides, in the order in which torch finished them.
 
     Attributes:
         steps: one for each call of each torch module.
         unpaired: modules of one side without a counterpart that was called.
+        isolate: runs every pair alone, for `isolated`.
     """
 
     steps: tuple[Step, ...]
     unpaired: tuple[str, ...] = ()
+    isolate: Callable[[], Isolation] | None = field(default=None, compare=False, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -140,6 +244,16 @@ class Trace:
     def first_divergence(self) -> Divergence | None:
         """The first module whose output differs, with the last agreement before it; None if all agree."""
         return next((step.divergence for step in self.steps if step.divergence), None)
+
+    def isolated(self) -> Isolation:
+        """Every pair of modules run alone on what torch's was given: each wrong one, and none for its neighbour.
+
+        Raises:
+            InputError: the trace was made by hand, without models to run.
+        """
+        if self.isolate is None:
+            raise InputError("this trace holds no models to run; take one from parity.trace")
+        return self.isolate()
 
     def raise_for_divergence(self) -> None:
         """Raise the first divergence, if there is one.
@@ -159,7 +273,7 @@ class Trace:
         """The result for machines."""
         from parity.report.data import as_data
 
-        return as_data(self)
+        return as_data(self, leave_out=("isolate",))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
+from parity.evidence.isolation import isolate
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -19,6 +20,7 @@ from parity.evidence.numerics import (
     semantics_bound,
     wide,
 )
+from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
 from parity.weights.paths import Rename
@@ -54,7 +56,7 @@ def trace(
         InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return trace_subject(subject)
+    return replace(trace_subject(subject), isolate=lambda: isolate(subject))
 
 
 def trace_subject(subject: Subject) -> Trace:
@@ -87,11 +89,8 @@ def flax_modules(subject: Subject) -> list[Captured]:
 
 def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> list[Captured]:
     """The same, with a module of several paths under the one that torch knows it by."""
-    owners: dict[Any, list[str]] = {}
-    for leaf in subject.flax.leaves(subject.flax_model):
-        owners.setdefault(leaf.identity, []).append(leaf.owner)
-    names = {path: next((p for p in group if p in wanted), path) for group in owners.values() for path in group}
-    return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
+    names = known_names(subject, wanted)
+    return [replace(c, path=names.get(c.path, c.path)) for c in actual]
 
 
 def paired(

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
+    from parity.evidence.result import ArrayDiff, Diff, Divergence, Isolated, Isolation, LevelResult, Report, Trace
     from parity.weights.transfer import Transfer
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
@@ -138,6 +138,36 @@ def trace_text(trace: "Trace") -> str:
     agreeing = count(sum(step.agrees for step in trace.steps), "module call")
     lines = divergence_lines(found) if found else [f"no divergence in {agreeing}"]
     return "\n".join([*lines, unpaired_line(trace)] if trace.unpaired else lines)
+
+
+def isolation_text(isolation: "Isolation") -> str:
+    """Each wrong module with what it computes otherwise; what could not be told, and why."""
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    lines = [f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    for one in isolation.faults:
+        lines += isolated_lines(one)
+    for one in dict.fromkeys(i for i in isolation.modules if i.status in ("follows", "not comparable")):
+        lines.append(f"  {one.path or 'the model'}: {'not told' if one.status == 'follows' else 'not compared'}, {one.note}")
+    return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
+
+
+def isolated_lines(one: "Isolated") -> list[str]:
+    """A wrong module, with its worst differences."""
+    path = (one.path or "the model") + (f", call {one.call + 1}" if one.call else "")
+    own = ": the fault is in its own code, between the modules that it calls" if one.between else ""
+    lines = [f"{path}   differs, alone{own}"]
+    for found in one.differences[:SHOWN]:
+        if found.reason:
+            lines.append(f"  {found.where}: {found.reason}")
+            continue
+        times = f"; {found.ratio:.3g} times what rounding explains" if found.ratio != float("inf") else ""
+        lines.append(
+            f"  {found.where}: {found.differing} of {found.elements} values differ{times}; "
+            f"expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g} at {found.worst}"
+        )
+    if len(one.differences) > SHOWN:
+        lines.append(f"  and {len(one.differences) - SHOWN} more")
+    return [*lines, f"  {one.note}"] if one.note else lines
 
 
 def diff_text(diff: "Diff") -> str:

@@ -1,6 +1,8 @@
 """Flax NNX in the words of this package: the door of its room."""
 
 from parity.frameworks.nnx.capture import capture as capture
+from parity.frameworks.nnx.isolation import alone as alone
+from parity.frameworks.nnx.isolation import observe as observe
 from parity.frameworks.nnx.leaves import NAME as NAME
 from parity.frameworks.nnx.leaves import fill as fill
 from parity.frameworks.nnx.leaves import is_array as is_array

@@ -16,13 +16,16 @@ from parity.frameworks.nnx.leaves import content, model_dtype, walk
 
 
 def follow_dtype(model: Any) -> Any:
-    """Let the embeddings of a merged copy compute in the dtype of their tables.
+    """Let the embeddings and recurrent cells of a merged copy compute in the dtype of their arrays.
 
-    `nnx.Embed` writes down the dtype of its table when it is made, also if the caller named none.
+    `nnx.Embed` writes down the dtype of its table when it is made, also if the caller named none;
+    a cell makes its first state in the dtype in which its parameters once were made.
     """
     for _, _, node in walk(model):
         if isinstance(node, nnx.Embed):
             node.dtype = content(node.embedding).dtype
+        if isinstance(node, nnx.RNNCellBase) and hasattr(node, "param_dtype"):
+            node.param_dtype = model_dtype(node) or node.param_dtype
     return model
 
 

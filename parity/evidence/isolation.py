@@ -1,0 +1,577 @@
+"""Every pair of modules run alone on what torch's module was given, so that each is judged for itself.
+
+A module that calls other modules gets torch's answers from them: what it computes between its
+children is seen whether they are right or wrong, and so is what it gives them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from parity.errors import InputError, first_line
+from parity.evidence.calls import Alone, ModuleCall
+from parity.evidence.conventions import AS_IN_TORCH, USUAL, Axes, Convention, convention
+from parity.evidence.numerics import (
+    SEMANTICS_FACTOR,
+    UNIT,
+    finite_scale,
+    identity,
+    largest_gap,
+    same_specials,
+    semantics_bound,
+)
+from parity.evidence.partners import Partner, known_names, partners
+from parity.evidence.result import Difference, Isolated, Isolation
+from parity.evidence.subject import Subject
+from parity.evidence.trees import flatten, mapped
+
+# A difference that large is no question of rounding: torch's float64 noise is not measured for it.
+GROSS = 1e6
+SHAKEN_RUNS = 3
+
+
+class NotComparableError(Exception):
+    """A pair cannot be run alone on the same numbers; the text says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value leaves a module's own code: an output, or an argument of a module below.
+
+    Attributes:
+        child: torch path of the module below; None for the module's own output.
+        call: which call of it within this one, from 0.
+        path: of the leaf, in torch's words.
+    """
+
+    child: str | None
+    call: int
+    path: str
+
+    def __str__(self) -> str:
+        if self.child is None:
+            return f"output {self.path}".rstrip()
+        return f"what it gives {self.child}" + (f", call {self.call + 1}" if self.call else "") + f": {self.path}"
+
+
+@dataclass
+class Trial:
+    """One call of one pair, run alone.
+
+    Attributes:
+        torch: the record of torch's float64 run.
+        plain: of its run in the dtype of the model.
+        partner: the Flax module.
+        axes: the order of axes in which Flax was run.
+        rule: the convention of the pair, None if the ledger knows none.
+        args: what Flax was given, and `kwargs`.
+        replies: of the modules below, in Flax's layout, by torch path.
+        expected: torch's values by place, in torch's layout.
+        noise: those of torch's run in the dtype of the model.
+        actual: Flax's values by place, in torch's layout; what has none, Flax did not produce.
+        free: children that ran for themselves, with the reason.
+        note: what a reader must know.
+        error: what Flax raised.
+    """
+
+    torch: ModuleCall
+    plain: ModuleCall
+    partner: Partner
+    axes: Axes = AS_IN_TORCH
+    rule: Convention | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    replies: dict[str, list[Any]] = field(default_factory=dict)
+    expected: dict[Place, Any] = field(default_factory=dict)
+    noise: dict[Place, Any] = field(default_factory=dict)
+    actual: dict[Place, Any] = field(default_factory=dict)
+    free: tuple[str, ...] = ()
+    note: str = ""
+    error: str = ""
+    bounds: dict[Place, float] = field(default_factory=dict)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+class Isolator:
+    """Runs pairs alone, the inner ones first, and keeps what later ones need to know of them."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self.calls, self.plain = observed(subject)
+        self.own = own_calls(subject, self.calls)
+        self.partners, self.unpaired = partners(subject, list(self.calls.values()), list(self.own.values()))
+        self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
+        self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+        self.children = nearest_children(self.calls, set(self.partners))
+        # In which order of axes a pair was found right, and what it is called with in the model's own run.
+        self.right: dict[str, list[Axes]] = {}
+        self.results: dict[tuple[str, int], Isolated] = {}
+        self.trials: dict[tuple[str, int], Trial] = {}
+
+    def run(self) -> Isolation:
+        """Every pair, in the order in which torch's modules finish."""
+        unpaired = list(self.unpaired)
+        for key, one in self.calls.items():
+            if one.path not in self.partners or key not in self.plain:
+                continue
+            try:
+                self.results[key] = self.judge(one)
+            except NotComparableError as error:
+                partner = self.partners[one.path]
+                self.results[key] = Isolated(*key, partner.path, partner.decided_by, "not comparable", note=str(error))
+        return Isolation(tuple(self.results.values()), tuple(unpaired))
+
+    # --- one pair -----------------------------------------------------------------------------
+
+    def judge(self, one: ModuleCall) -> Isolated:
+        """One call: in torch's order of axes, and in the one that the model's own run shows, if that is another."""
+        trials = []
+        for axes in self.orders(one):
+            trial = self.attempt(one, axes)
+            differences, ratio = compared(trial, self.subject)
+            trials.append((trial, differences, ratio))
+            if not differences and not trial.error:
+                self.right.setdefault(one.path, []).append(axes)
+        trial, differences, ratio = min(trials, key=lambda t: (bool(t[0].error), len(t[1]) > 0, t[2]))
+        self.trials[one.key] = trial
+        partner = trial.partner
+        head = (*one.key, partner.path, partner.decided_by)
+        if trial.error:
+            if not self.own:
+                # Flax's model does not finish by itself either: here is where it stops, or in a module below.
+                raising = (Difference("output", float("inf"), reason=f"Flax raises {trial.error}"),)
+                inner = [name for name, _ in self.below(one) if not self.is_right(name)]
+                note = f"{', '.join(inner)} inside it is wrong" if inner else ""
+                return Isolated(*head, "follows" if inner else "differs", float("inf"), raising, False, note)
+            raise NotComparableError(f"called alone as torch's module is called, Flax raises {trial.error}")
+        if not differences:
+            return Isolated(*head, "agrees", ratio, note=trial.note)
+        if self.strange(one):
+            raise NotComparableError(f"the Flax model gives it {self.shapes(one)[1]}, torch {self.shapes(one)[0]}")
+        followed = [child for child in trial.free if not self.is_right(child)]
+        between = bool(self.children.get(one.key))
+        if followed:
+            note = f"its own code could not be told from {', '.join(followed)}, which could not answer as torch's did"
+            return Isolated(*head, "follows", ratio, differences, between, note)
+        return Isolated(*head, "differs", ratio, differences, between, trial.note)
+
+    def is_right(self, path: str) -> bool:
+        """Whether a module and all that were looked at below it are."""
+        calls = [result for (name, _), result in self.results.items() if f"{name}.".startswith(f"{path}.")]
+        return any(one.path == path for one in calls) and all(one.status == "agrees" for one in calls)
+
+    def is_comparable(self, path: str) -> bool:
+        return all(one.status != "not comparable" for (name, _), one in self.results.items() if name == path)
+
+    def orders(self, one: ModuleCall) -> list[Axes]:
+        """The orders of axes in which Flax's module may want what torch's was given."""
+        rule = self.rule(one.path)
+        if rule is not None:
+            return [rule.axes]
+        shown = self.shown(one)
+        return [AS_IN_TORCH] if shown is None or shown == AS_IN_TORCH else [AS_IN_TORCH, shown]
+
+    def rule(self, path: str) -> Convention | None:
+        mine, theirs = self.torch_layers.get(path), self.flax_layers.get(self.partners[path].path)
+        return convention(mine, theirs) if mine and theirs else None
+
+    def strange(self, one: ModuleCall) -> bool:
+        """Whether the model's own run calls it with what is torch's in no order of axes."""
+        return self.rule(one.path) is None and one.path != "" and bool(self.shapes(one)[1]) and self.shown(one) is None
+
+    def shapes(self, one: ModuleCall) -> tuple[str, str]:
+        """Of the values that the two modules are given, torch's in float64 and Flax's in its own run."""
+        own = self.own.get((self.partners[one.path].path, one.call))
+        given = [(one.args, one.kwargs), (own.args, own.kwargs) if own else ()]
+        mine, theirs = (", ".join(str(array.shape) for array in values(tree)) for tree in given)
+        return mine, theirs
+
+    def shown(self, one: ModuleCall) -> Axes | None:
+        """The order of axes by which the model's own run gives Flax's module most nearly what torch's gets."""
+        own = self.own.get((self.partners[one.path].path, one.call))
+        if own is None:
+            return None
+        pairs = list(zip(values((one.args, one.kwargs)), values((own.args, own.kwargs))))
+        fitting = [axes for axes in USUAL if pairs and all(axes.to_flax(a).shape == b.shape for a, b in pairs)]
+        return min(fitting, key=lambda axes: sum(distance(axes.to_flax(a), b) for a, b in pairs), default=None)
+
+    def attempt(self, one: ModuleCall, axes: Axes) -> Trial:
+        """Run the Flax module alone in one order of axes, its children answering as torch's did."""
+        partner, rule = self.partners[one.path], self.rule(one.path)
+        trial = Trial(one, self.plain[one.key], partner, axes, rule)
+        arguments = self.arguments(one, axes, rule)
+        trial.args, trial.kwargs = arguments.args, arguments.kwargs
+        if arguments.kept:
+            trial.note = f"{', '.join(arguments.kept)} as the Flax model itself gives it, because torch's has no such argument"
+        told = self.told(one)
+        free: set[str] = set()
+        while True:
+            answering = {name: calls for name, calls in told.items() if name not in free}
+            replies = {self.partners[name].path: [reply for _, reply in calls] for name, calls in answering.items()}
+            try:
+                run = self.subject.flax.alone(self.subject.flax_model, partner.path, trial.args, trial.kwargs, replies)
+            except Exception as error:
+                trial.error = f"{type(error).__name__}: {first_line(error)}"
+                return trial
+            # Called more or less often than in torch, or where no answer can be given: it runs for itself.
+            unlike = {n for n, calls in answering.items() if run.seen.get(self.partners[n].path, 0) != len(calls)}
+            if not unlike:
+                break
+            free |= unlike
+        trial.free = tuple(sorted(free | {name for name, _ in self.below(one) if name not in told}))
+        trial.replies = {name: [c.output for c, _ in calls] for name, calls in answering.items()}
+        self.collect(trial, run, answering)
+        return trial
+
+    def below(self, one: ModuleCall) -> list[tuple[str, list[ModuleCall]]]:
+        """The nearest modules below that have partners, with their calls within this one."""
+        found: dict[str, list[ModuleCall]] = {}
+        for key in self.children.get(one.key, ()):
+            found.setdefault(key[0], []).append(self.calls[key])
+        return list(found.items())
+
+    def told(self, one: ModuleCall) -> dict[str, list[tuple[ModuleCall, dict[str, np.ndarray]]]]:
+        """What the children answer, in Flax's layout, by torch path."""
+        paths = [self.partners[name].path for name, _ in self.below(one)]
+        return {
+            name: [(call, self.reply(call)) for call in calls]
+            for name, calls in self.below(one)
+            # Two torch modules that are one in Flax cannot be told apart.
+            if paths.count(self.partners[name].path) == 1 and self.is_comparable(name)
+        }
+
+    def reply(self, one: ModuleCall) -> dict[str, np.ndarray]:
+        """What torch's module returned, by path in what Flax's returns."""
+        axes, rule = self.axes_of(one), self.rule(one.path)
+        found = {}
+        for path, leaf in flatten(one.output, is_array):
+            where = rule.outputs.get(path) if rule and rule.outputs is not None else path
+            if is_array(leaf) and where is not None:
+                found[where] = axes.to_flax(leaf)
+        return found
+
+    def axes_of(self, one: ModuleCall) -> Axes:
+        """The order of axes in which a child is called: as shown, among those in which it is right."""
+        shown, right = self.orders(one)[-1], self.right.get(one.path, [])
+        return shown if shown in right or not right else right[0]
+
+    def arguments(self, one: ModuleCall, axes: Axes, rule: Convention | None) -> "Arguments":
+        """What torch's module was given, as Flax's wants it.
+
+        Raises:
+            NotComparableError: the arguments do not fit.
+        """
+        mine = dict(flatten((one.args, dict(one.kwargs)), is_array))
+        own = self.own.get((self.partners[one.path].path, one.call))
+        alike = own is None or set(mine) == {path for path, _ in flatten((own.args, dict(own.kwargs)), is_array)}
+        if alike and (rule is None or rule.arguments is None):
+            args, kwargs = mapped(lambda _, leaf: turned(axes, leaf), (one.args, dict(one.kwargs)))
+            return Arguments(args, kwargs, {spoken(path): spoken(path) for path, leaf in mine.items() if is_array(leaf)})
+        if own is None:
+            assert rule is not None
+            own = skeleton(one, rule)
+        found = refilled(one, own, axes, rule)
+        if any(is_array(leaf) for leaf in mine.values()) and not found.sources:
+            shapes = ", ".join(str(leaf.shape) for leaf in mine.values() if is_array(leaf))
+            raise NotComparableError(f"torch gives it {shapes}, Flax nothing of such shapes")
+        return found
+
+    def collect(self, trial: Trial, run: Alone, answering: Mapping[str, list[tuple[ModuleCall, Any]]]) -> None:
+        """Put what torch and Flax produced side by side, by place, in torch's layout."""
+        rule, axes = trial.rule, trial.axes
+        outputs = dict(run.outputs)
+        mine, plain = (dict(flatten(c.output, is_array)) for c in (trial.torch, trial.plain))
+        for path, leaf in mine.items():
+            where = rule.outputs.get(path) if rule and rule.outputs is not None else path
+            if where is None:
+                continue
+            place = Place(None, 0, path)
+            trial.expected[place], trial.noise[place] = leaf, plain.get(path)
+            if where in outputs:
+                trial.actual[place] = turned_back(axes, outputs.pop(where), leaf)
+        for path in outputs if rule is None else ():
+            trial.actual[Place(None, 0, path)] = outputs[path]
+        for name, calls in answering.items():
+            for number, (call, _) in enumerate(calls):
+                self.collect_given(trial, run, name, number, call)
+
+    def collect_given(self, trial: Trial, run: Alone, name: str, number: int, call: ModuleCall) -> None:
+        """What the module gives one call of a child, on both sides."""
+        mine, plain = by_argument(call), by_argument(self.plain[call.key]) if call.key in self.plain else {}
+        first, flax_path = self.axes_of(call), self.partners[name].path
+        for axes in [first, *(other for other in self.right.get(name, []) if other != first)]:
+            try:
+                wanted = self.arguments(call, axes, self.rule(name))
+            except NotComparableError:
+                return
+            given = {torch: run.given.get((flax_path, number, flax)) for flax, torch in wanted.sources.items()}
+            if all(getattr(leaf, "shape", None) == axes.to_flax(mine[path]).shape for path, leaf in given.items()):
+                break
+        for path, leaf in given.items():
+            place = Place(name, number, path)
+            trial.expected[place], trial.noise[place] = mine[path], plain.get(path)
+            if leaf is not None:
+                trial.actual[place] = turned_back(axes, leaf, mine[path])
+
+
+# ---------------------------------------------------------------------------------- what is run
+
+
+def observed(subject: Subject) -> tuple[dict[tuple[str, int], ModuleCall], dict[tuple[str, int], ModuleCall]]:
+    """Torch's calls in float64, and in the dtype of the model."""
+    try:
+        with subject.torch.pinned():
+            plain = subject.torch.observe(subject.torch_model, subject.call)
+            calls = subject.torch.observe(subject.torch_model, subject.call, dtype="float64")
+    except Exception as error:
+        raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
+    return {c.key: c for c in calls}, {c.key: c for c in plain}
+
+
+def own_calls(subject: Subject, torch_calls: Mapping[tuple[str, int], ModuleCall]) -> dict[tuple[str, int], ModuleCall]:
+    """Flax's calls in its own run, which show how its modules want to be called; none if it raises."""
+    try:
+        calls = subject.flax.observe(subject.flax_model, subject.call, dtype="float64")
+    except Exception:
+        return {}
+    names = known_names(subject, {subject.pairing.renames.apply(path)[0] for path, _ in torch_calls})
+
+    def known(key: tuple[str, int] | None) -> tuple[str, int] | None:
+        return key and (names.get(key[0], key[0]), key[1])
+
+    return {
+        (names.get(c.path, c.path), c.call): replace(c, path=names.get(c.path, c.path), inside=known(c.inside)) for c in calls
+    }
+
+
+def nearest_children(
+    calls: Mapping[tuple[str, int], ModuleCall], paired: set[str]
+) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """By the call of a paired module, the calls of the nearest paired modules that it makes."""
+    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for key, one in calls.items():
+        above = one.inside
+        while above is not None and above[0] not in paired:
+            above = calls[above].inside
+        if above is not None and key[0] in paired:
+            found.setdefault(above, []).append(key)
+    return found
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a Flax module is given, with torch's values in it.
+
+    Attributes:
+        args: positional arguments, and `kwargs`.
+        sources: torch's path of each array, by Flax's.
+        kept: arrays for which torch has none: they are Flax's own.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: dict[str, str]
+    kept: tuple[str, ...] = ()
+
+
+def by_argument(one: ModuleCall) -> dict[str, np.ndarray]:
+    """The arrays that a module is given, by their path in the call."""
+    return {spoken(path): leaf for path, leaf in flatten((one.args, dict(one.kwargs)), is_array) if is_array(leaf)}
+
+
+def refilled(one: ModuleCall, own: ModuleCall, axes: Axes, rule: Convention | None) -> Arguments:
+    """Flax's own arguments with torch's values in the places where they belong."""
+    mine = by_argument(one)
+    where = {flax: torch for torch, flax in (rule.arguments or {}).items()} if rule else {}
+    sources, kept = dict[str, str](), list[str]()
+
+    def fill(path: str, leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        name = spoken(path)
+        for source in [where[name]] if name in where else [name, *mine]:
+            array = mine.get(source)
+            if array is None or source in sources.values() or array.dtype.kind != leaf.dtype.kind:
+                continue
+            if axes.to_flax(array).shape == leaf.shape:
+                sources[name] = source
+                return axes.to_flax(array)
+        kept.append(name)
+        return leaf
+
+    args, kwargs = mapped(fill, (own.args, dict(own.kwargs)))
+    return Arguments(args, kwargs, sources, tuple(kept))
+
+
+def skeleton(one: ModuleCall, rule: Convention) -> ModuleCall:
+    """A call of a Flax layer as its rule lays it out, for a layer that is never seen called."""
+    mine = by_argument(one)
+    places: dict[str, Any] = {
+        flax: rule.axes.to_flax(mine[torch]) for torch, flax in (rule.arguments or {}).items() if torch in mine
+    }
+
+    def built(prefix: str) -> Any:
+        if prefix in places:
+            return places[prefix]
+        parts: list[Any] = []
+        while any(name.startswith(f"{prefix}[{len(parts)}]") for name in places):
+            parts.append(built(f"{prefix}[{len(parts)}]"))
+        return tuple(parts)
+
+    return ModuleCall(one.path, one.call, built("args"), {}, None, None)
+
+
+def spoken(path: str) -> str:
+    """The path of a leaf of (args, kwargs) in the words of a call: `args[0]`, `kwargs['mask']`."""
+    return f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}"
+
+
+def turned(axes: Axes, leaf: Any) -> Any:
+    return axes.to_flax(leaf) if is_array(leaf) else leaf
+
+
+def turned_back(axes: Axes, leaf: Any, expected: Any) -> Any:
+    """A Flax leaf in torch's order of axes, if that is what makes it fit."""
+    if not is_array(leaf) or not is_array(expected):
+        return leaf
+    back = axes.to_torch(leaf)
+    return back if back.shape == expected.shape or leaf.shape != expected.shape else leaf
+
+
+def values(tree: Any) -> Iterator[np.ndarray]:
+    """The floating point arrays of a tree."""
+    return (leaf for _, leaf in flatten(tree, is_array) if is_array(leaf) and leaf.dtype.kind == "f")
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    scale = finite_scale(b)
+    return largest_gap(a, b) / scale if scale else 0.0
+
+
+def isolate(subject: Subject) -> Isolation:
+    """Run every pair of modules alone on what torch's was given.
+
+    Raises:
+        InputError: the torch model refuses its inputs.
+    """
+    return Isolator(subject).run()
+
+
+# ---------------------------------------------------------------------------------- how it is judged
+
+
+def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], float]:
+    """What differs between the two, place by place, and the largest difference over what rounding explains."""
+    if trial.error:
+        return (), float("inf")
+    trial.bounds = {p: bound(trial.noise.get(p), leaf) for p, leaf in trial.expected.items() if is_array(leaf)}
+    differences, worst = differing(trial, trial.actual)
+    if differences and worst < GROSS:
+        shaken = rounded_otherwise(trial, subject)
+        for place in trial.bounds:
+            own = max(
+                (largest_gap(r[place], trial.expected[place]) for r in shaken if fits(r.get(place), trial, place)), default=0
+            )
+            trial.bounds[place] += SEMANTICS_FACTOR * own
+        differences, worst = differing(trial, trial.actual)
+    return differences, worst
+
+
+def fits(found: Any, trial: Trial, place: Place) -> bool:
+    return is_array(found) and found.shape == trial.expected[place].shape
+
+
+def rounded_otherwise(trial: Trial, subject: Subject) -> list[dict[Place, Any]]:
+    """Torch's module again, with every intermediate result moved by at most half an ulp."""
+    return [
+        torch_again(trial, subject, watch=lambda n=number: subject.torch.Shaken(UNIT, subject.seed * 101 + n))
+        for number in range(SHAKEN_RUNS)
+    ]
+
+
+def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, Any]:
+    """Torch's module run alone under changes, its children answering as they did; its values by place."""
+    one = replace(trial.torch, args=changes.pop("args", trial.torch.args), kwargs=changes.pop("kwargs", trial.torch.kwargs))
+    with subject.torch.pinned():
+        run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, trial.replies, **changes)
+    return at_places(trial, run)
+
+
+def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:
+    """The values of a torch run at the places that are compared."""
+    return {
+        place: run.outputs.get(place.path) if place.child is None else run.given.get((place.child, place.call, place.path))
+        for place in trial.expected
+    }
+
+
+def bound(noise: Any, expected: np.ndarray) -> float:
+    """What rounding explains between two float64 values of one place."""
+    plain = noise if is_array(noise) and noise.shape == expected.shape else expected
+    return semantics_bound(in_parts(plain), in_parts(expected))
+
+
+def in_parts(array: np.ndarray) -> np.ndarray:
+    """The array in float64, complex numbers as real and imaginary part on a last axis."""
+    wide: Callable[[np.ndarray], np.ndarray] = lambda a: np.asarray(a).astype(np.float64)  # noqa: E731
+    return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
+
+
+def differing(trial: Trial, actual: Mapping[Place, Any]) -> tuple[tuple[Difference, ...], float]:
+    """What differs between torch's values and others at the same places, worst first."""
+    found, worst = [], 0.0
+    for place in [*trial.expected, *(p for p in actual if p not in trial.expected)]:
+        difference, ratio = difference_at(place, trial, actual)
+        worst = max(worst, ratio)
+        found += [difference] if difference else []
+    return tuple(sorted(found, key=lambda d: -d.ratio)), worst
+
+
+def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tuple[Difference | None, float]:
+    def reason(text: str) -> tuple[Difference, float]:
+        return Difference(str(place), float("inf"), reason=text), float("inf")
+
+    if place not in actual or place not in trial.expected:
+        side, other = ("torch", "flax") if place in trial.expected else ("flax", "torch")
+        return reason(f"{side} has it, {other} has not")
+    mine, theirs = trial.expected[place], actual[place]
+    if not is_array(mine) or not is_array(theirs):
+        same = is_array(mine) == is_array(theirs) and bool(mine == theirs)
+        return (None, 0.0) if same else reason(f"expected (torch) {told(mine)}, actual (flax) {told(theirs)}")
+    if mine.shape != theirs.shape:
+        return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
+    if mine.dtype.kind in "biu" or theirs.dtype.kind in "biu":
+        wrong = mine.astype(np.float64) != theirs.astype(np.float64)
+        if not wrong.any():
+            return None, 0.0
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
+        return Difference(str(place), float("inf"), *figures), float("inf")
+    a, b = in_parts(theirs), in_parts(mine)
+    special = same_specials(a, b)
+    if not special.all():
+        at = tuple(int(i) for i in np.argwhere(~special)[0])
+        count = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}"
+        return reason(f"{count}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}")
+    limit = trial.bounds[place]
+    result, _ = identity(a, b, limit)
+    if result.zero or result.ratio <= 1:
+        return None, result.ratio
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.nan_to_num(np.abs(a - b), nan=0.0)
+    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+    unit = UNIT.get(str(theirs.dtype), 0.0)
+    text = ""
+    if unit > UNIT["float64"] and mine.dtype == np.float64 and gap.max() <= SEMANTICS_FACTOR * unit * finite_scale(b):
+        text = f"Flax has {theirs.dtype} in a float64 run, torch float64: a cast or a dtype argument pins it"
+    figures = (int((gap > limit).sum()), gap.size, at, float(a[at]), float(b[at]))
+    return Difference(str(place), result.ratio, *figures, float(gap[at]), text), result.ratio
+
+
+def told(value: Any) -> str:
+    return f"an array {value.shape}" if is_array(value) else repr(value)
