@@ -95,3 +95,28 @@ class Alone:
     outputs: dict[str, Any]
     given: dict[tuple[str, int, str], Any] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a module's own code, without its arrays.
+
+    Attributes:
+        number: its place among them.
+        name: what torch's dispatcher calls it.
+        shapes: of the arrays it takes, by position.
+        dtypes: theirs.
+        args: its positional arguments, None in the place of an array.
+        kwargs: its keyword arguments likewise.
+        shape: of its result, or of the first of several.
+        masks: whether one of the arrays hides and shows.
+    """
+
+    number: int
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: tuple[int, ...]
+    masks: bool

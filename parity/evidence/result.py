@@ -223,6 +223,70 @@ class Isolation:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """A hypothesis under which a difference vanishes.
+
+    Attributes:
+        hypothesis: its name.
+        path: of the module, in torch's words.
+        what: what the Flax module does.
+        change: what to write in its code instead.
+        before: the largest difference that it explains, over what rounding explains.
+        after: what is left of it when torch's module does the same.
+        explains: the places whose difference is gone.
+        complete: whether nothing else differs in that module.
+    """
+
+    hypothesis: str
+    path: str
+    what: str
+    change: str
+    before: float
+    after: float
+    explains: tuple[str, ...]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why two models differ.
+
+    Attributes:
+        causes: by module in torch's order, the best first; those that fit equally well all stand there.
+        isolation: which modules are wrong.
+        unexplained: wrong modules for which no hypothesis explains everything, with what is left.
+        tried: how many variants were computed.
+        notes: hypotheses that could not be tried, with the reason.
+    """
+
+    causes: tuple[Cause, ...]
+    isolation: Isolation
+    unexplained: tuple[str, ...] = ()
+    tried: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is nothing to explain."""
+        return self.isolation.passed
+
+    def causes_of(self, path: str) -> tuple[Cause, ...]:
+        """The causes found for one module, the best first."""
+        return tuple(cause for cause in self.causes if cause.path == path)
+
+    def __str__(self) -> str:
+        from parity.report.text import diagnosis_text
+
+        return diagnosis_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for machines."""
+        from parity.report.data import as_data
+
+        return as_data(self)
+
+
+@dataclass(frozen=True)
 class Trace:
     """Outputs of every module on both sides, in the order in which torch finished them.
 

@@ -1,9 +1,21 @@
 """Results in words, for a terminal."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parity.evidence.result import ArrayDiff, Diff, Divergence, Isolated, Isolation, LevelResult, Report, Trace
+    from parity.evidence.result import (
+        ArrayDiff,
+        Cause,
+        Diagnosis,
+        Diff,
+        Divergence,
+        Isolated,
+        Isolation,
+        LevelResult,
+        Report,
+        Trace,
+    )
     from parity.weights.transfer import Transfer
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
@@ -168,6 +180,34 @@ def isolated_lines(one: "Isolated") -> list[str]:
     if len(one.differences) > SHOWN:
         lines.append(f"  and {len(one.differences) - SHOWN} more")
     return [*lines, f"  {one.note}"] if one.note else lines
+
+
+def diagnosis_text(diagnosis: "Diagnosis") -> str:
+    """Each wrong module with what explains it."""
+    isolation = diagnosis.isolation
+    if not isolation.faults:
+        return isolation_text(isolation)
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    lines = [f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    for one in isolation.faults:
+        lines += [*isolated_lines(one), *cause_lines(diagnosis.causes_of(one.path))]
+    lines += [f"  no known cause: {sentence}" for sentence in diagnosis.unexplained]
+    lines += [f"  note: {note}" for note in diagnosis.notes]
+    return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
+
+
+def cause_lines(causes: "Sequence[Cause]") -> list[str]:
+    """The causes of one module, best first."""
+    lines = []
+    for number, cause in enumerate(causes[:SHOWN]):
+        word = "cause" if number == 0 else "or"
+        fall = f"the difference falls from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
+        lines += [
+            f"  {word}: {cause.hypothesis}. {cause.what}",
+            f"    if torch does the same, {fall}",
+            f"    change: {cause.change}",
+        ]
+    return lines
 
 
 def diff_text(diff: "Diff") -> str:

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.evidence.calls import Alone, Call, ModuleCall
+from parity.evidence.calls import Alone, Call, ModuleCall, Operation
 from parity.evidence.trees import flatten, mapped
+from parity.frameworks.torch.edits import Listed
 from parity.frameworks.torch.leaves import from_numpy, is_array
 from parity.frameworks.torch.running import evaluate, plain
 
@@ -78,7 +79,7 @@ def alone(
     *,
     dtype: str | None = "float64",
     weights: Mapping[str, np.ndarray] | None = None,
-    watch: Callable[[], TorchDispatchMode] | None = None,
+    watch: TorchDispatchMode | None = None,
     training: bool = False,
 ) -> Alone:
     """Run one submodule by itself; modules below that have replies answer with those.
@@ -91,7 +92,8 @@ def alone(
         replies: by the path, in the model, of a module below.
         dtype: floating point parameters are cast to it; None keeps the model's.
         weights: arrays in place of parameters and buffers, by their path in the model.
-        watch: makes a dispatch mode that sees, and may change, every operation.
+        watch: a dispatch mode that sees, and may change, every operation; one that counts how often it is
+            `paused` is told when a module runs whose answer is known.
         training: whether the submodule runs in train mode.
     """
     module = model.get_submodule(path)
@@ -103,14 +105,17 @@ def alone(
 
     def answer(child: str, answers: list[Any]) -> tuple[Callable[..., None], Callable[..., Any]]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            pause(watch, 1)
             for name, leaf in flatten((args, kwargs), is_array):
                 given[child, counts[child], argument(name)] = plain(leaf)
 
         def reply(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             number, counts[child] = counts[child], counts[child] + 1
-            if number >= len(answers):
-                return output
-            return mapped(lambda _, leaf: from_numpy(np.array(leaf)) if isinstance(leaf, np.ndarray) else leaf, answers[number])
+            if number < len(answers):
+                known = answers[number]
+                output = mapped(lambda _, leaf: from_numpy(np.array(leaf)) if isinstance(leaf, np.ndarray) else leaf, known)
+            pause(watch, -1)
+            return output
 
         return note, reply
 
@@ -124,7 +129,7 @@ def alone(
             module.train()
         with module_by_module(), sdpa_kernel(SDPBackend.MATH):
             run = evaluate(
-                module, Call(args, kwargs), dtype=dtype, weights=own, watch=(lambda _: watch()) if watch is not None else None
+                module, Call(args, kwargs), dtype=dtype, weights=own, watch=(lambda _: watch) if watch is not None else None
             )
     finally:
         for handle in handles:
@@ -132,6 +137,20 @@ def alone(
         for one, mode in modes.items():
             one.training = mode
     return Alone(run.outputs, given, counts)
+
+
+def pause(watch: Any, step: int) -> None:
+    if hasattr(watch, "paused"):
+        watch.paused += step
+
+
+def operations(
+    model: nn.Module, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], replies: Replies | None = None
+) -> list[Operation]:
+    """The operations of a submodule's own code: what modules below do that have replies is left out."""
+    listed = Listed()
+    alone(model, path, args, kwargs, replies, watch=listed)
+    return listed.operations
 
 
 def argument(name: str) -> str:

@@ -1,0 +1,189 @@
+"""Another array than torch's in the same place: arguments exchanged, a residual forgotten, a factor, other axes."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
+from parity.evidence.isolation import Place, by_argument, is_array
+
+
+def floats(suspect: Suspect) -> list[Place]:
+    """The differing places at which both sides have numbers of one shape."""
+    expected, actual = suspect.trial.expected, suspect.trial.actual
+    return [
+        place
+        for place in suspect.differing
+        if is_array(expected.get(place)) and is_array(actual.get(place)) and expected[place].dtype.kind == "f"
+    ]
+
+
+def known_values(suspect: Suspect) -> list[tuple[str, np.ndarray]]:
+    """What is at hand, the same numbers under their first name only."""
+    found: list[tuple[str, np.ndarray]] = []
+    for name, array in suspect.known():
+        if array.dtype.kind == "f" and not any(a.shape == array.shape and np.array_equal(a, array) for _, a in found):
+            found.append((name, array))
+    return found
+
+
+def another_value(suspect: Suspect) -> Iterator[Variant]:
+    """What stands there is another value that the module has at hand."""
+    known = known_values(suspect)
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        source = next((name for name, array in known if array.shape == mine.shape and np.array_equal(array, mine)), "")
+        for name, array in known:
+            if array.shape == mine.shape and not np.array_equal(array, mine):
+                here = f" in place of {source}" if source else ""
+                yield Variant(f"{place} is {name}{here}", f"give it {source or 'what torch does'}", at(place, array))
+
+
+def norm_placement(suspect: Suspect) -> Iterator[Variant]:
+    """A module is given what a norm is given, not what the norm returns, or the other way round."""
+    layers = suspect.isolator.torch_layers
+    norms = {
+        key: suspect.isolator.calls[key]
+        for key in suspect.isolator.children.get(suspect.trial.torch.key, ())
+        if any("norm" in kind.lower() for kind in layers[key[0]].kinds[:1])
+    }
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        for (path, _), one in norms.items():
+            if not is_array(one.output) or not one.args or not is_array(one.args[0]) or place.child == path:
+                continue
+            for here, there, word in ((one.output, one.args[0], "before"), (one.args[0], one.output, "behind")):
+                if mine.shape == here.shape == there.shape and np.array_equal(mine, here):
+                    side = "what it is given" if word == "before" else "what it returns"
+                    yield Variant(
+                        f"{place} is taken {word} {path}: it is {side}",
+                        f"apply {path} where torch does",
+                        at(place, there),
+                    )
+
+
+def exchanged(suspect: Suspect) -> Iterator[Variant]:
+    """Arguments of the module itself, of one shape, taken for each other."""
+    arrays = {p: a for p, a in by_argument(suspect.trial.torch).items() if a.dtype.kind == "f" and p.startswith("args[")}
+    paths = [p for p in arrays if p.count("[") == 1]
+    for order in itertools.permutations(paths) if 1 < len(paths) <= 4 else ():
+        moved = {p: o for p, o in zip(paths, order) if p != o}
+        if not moved or any(arrays[p].shape != arrays[o].shape for p, o in moved.items()):
+            continue
+        new = list(suspect.trial.torch.args)
+        for path, other in moved.items():
+            new[int(path[5:-1])] = arrays[other]
+        said = ", ".join(f"{p} is taken for {o}" for p, o in moved.items() if p < o or moved.get(o) != p)
+        yield Variant(said, "use the arguments in torch's order", lambda args=tuple(new): suspect.again(args=args))
+
+
+def residual(suspect: Suspect) -> Iterator[Variant]:
+    """A value that torch adds is not added, or is added twice."""
+    known = known_values(suspect)
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        for name, array in known:
+            if array.shape != mine.shape:
+                continue
+            if not np.array_equal(array, mine):
+                yield Variant(f"{place} lacks {name}: a residual is not added", f"add {name}", at(place, mine - array))
+            yield Variant(f"{place} has {name} once too often", f"add {name} once", at(place, mine + array))
+
+
+def factor(suspect: Suspect) -> Iterator[Variant]:
+    """All of a value is torch's times one number, or shifted by one."""
+    for place in floats(suspect):
+        mine, theirs = suspect.trial.expected[place], suspect.trial.actual[place]
+        if mine.shape != theirs.shape or not np.isfinite(mine).all() or not np.isfinite(theirs).all():
+            continue
+        size = float((mine * mine).sum())
+        ratio = float((mine * theirs).sum()) / size if size else 1.0
+        if ratio and not math.isclose(ratio, 1, rel_tol=1e-12):
+            name = named_factor(ratio, mine.shape)
+            yield Variant(
+                f"{place} is {name} times torch's",
+                f"multiply by {named_factor(1 / ratio, mine.shape)}",
+                at(place, mine * ratio),
+            )
+        shift = float((theirs - mine).mean()) if mine.size > 1 else 0.0
+        if shift:
+            yield Variant(f"{place} is torch's plus {shift:.6g}", f"subtract {shift:.6g}", at(place, mine + shift))
+
+
+def named_factor(number: float, shape: tuple[int, ...]) -> str:
+    """A factor in the words of sizes where it is one: `sqrt(64)`."""
+    for size in sorted(set(shape), reverse=True):
+        for value, name in (
+            (size**0.5, f"sqrt({size})"),
+            (size**-0.5, f"1/sqrt({size})"),
+            (size, f"{size}"),
+            (1 / size, f"1/{size}"),
+        ):
+            if size > 1 and math.isclose(number, value, rel_tol=1e-9):
+                return name
+    for value in range(2, 4097):
+        for root, name in ((value**0.5, f"sqrt({value})"), (value**-0.5, f"1/sqrt({value})")):
+            if math.isclose(number, root, rel_tol=1e-9):
+                return str(round(root)) if math.isclose(root, round(root)) and root >= 1 else name
+    return f"{number:.6g}"
+
+
+def axes(suspect: Suspect) -> Iterator[Variant]:
+    """The same numbers in other places: axes exchanged, turned round, or read in another order."""
+    for place in floats(suspect):
+        mine, theirs = suspect.trial.expected[place], suspect.trial.actual[place]
+        if mine.size != theirs.size or mine.ndim > 5:
+            continue
+        for order in itertools.permutations(range(mine.ndim)):
+            if order == tuple(range(mine.ndim)):
+                continue
+            turned = mine.transpose(order)
+            if turned.shape == theirs.shape:
+                yield Variant(f"{place} has torch's axes in the order {order}", "transpose them back", at(place, turned))
+            yield Variant(
+                f"{place} is torch's transposed to {order} and read in that order",
+                "transpose before reshaping",
+                at(place, turned.reshape(theirs.shape)),
+            )
+        for axis in range(mine.ndim) if mine.shape == theirs.shape else ():
+            yield Variant(f"{place} is turned round along axis {axis}", "turn it back", at(place, np.flip(mine, axis)))
+            for step in (1, -1):
+                yield Variant(
+                    f"{place} is moved by {step} along axis {axis}", "move it back", at(place, np.roll(mine, step, axis))
+                )
+
+
+def pairs_of_channels(suspect: Suspect) -> Iterator[Variant]:
+    """Rotary embedding that pairs neighbouring channels where torch pairs the halves, or the other way round."""
+    arrays = {
+        p: a
+        for p, a in by_argument(suspect.trial.torch).items()
+        if a.dtype.kind == "f" and a.shape[-1:] and a.shape[-1] % 2 == 0
+    }
+    names = [place for place in floats(suspect) if place.child is None]
+    if not names or not arrays or any(p.count("[") > 1 for p in arrays):
+        return
+    width = suspect.trial.expected[names[0]].shape[-1] if suspect.trial.expected[names[0]].ndim else 0
+    chosen = {p for p, a in arrays.items() if a.shape[-1] == width and a.ndim > 2}
+    for halves in (True, False) if chosen and width % 2 == 0 and width > 2 else ():
+        order = np.arange(width).reshape((2, -1) if halves else (-1, 2)).T.ravel()
+        back = np.argsort(order)
+
+        def values(order: np.ndarray = order, back: np.ndarray = back) -> dict[Place, np.ndarray]:
+            args = tuple(a[..., order] if f"args[{i}]" in chosen else a for i, a in enumerate(suspect.trial.torch.args))
+            found = suspect.again(args=args)
+            return {place: found[place][..., back] for place in names}
+
+        said = (
+            "neighbouring channels where torch rotates the two halves"
+            if halves
+            else "the two halves where torch rotates neighbours"
+        )
+        yield Variant(f"the rotary embedding rotates {said}", "pair the channels as torch does, or permute q and k", values)
+
+
+def at(place: Place, value: np.ndarray) -> Callable[[], Values]:
+    """The value at one place, nothing said of others."""
+    return lambda: {place: value}
