@@ -118,7 +118,7 @@ class Search:
             if variant is None:
                 break
             cause = self.judged(hypothesis, variant)
-            if cause and all((cause.what, cause.explains) != (other.what, other.explains) for other in found):
+            if cause and all((cause.change, cause.explains) != (other.change, other.explains) for other in found):
                 found.append(cause)
         return found
 
@@ -129,7 +129,7 @@ class Search:
         except Exception:
             # Torch refuses what the variant would do: then Flax cannot be doing it.
             return None
-        gone, sound = self.suspect.explained(values)
+        gone, sound = self.suspect.explained(values, variant.unit)
         if not gone or not sound:
             return None
         return Cause(

@@ -350,6 +350,7 @@ class Report:
         environment: versions, devices, and what was pinned while comparing.
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
+        diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
     """
 
     levels: tuple[LevelResult, ...]
@@ -357,6 +358,7 @@ class Report:
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
 
     @property
     def passed(self) -> bool:

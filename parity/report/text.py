@@ -61,6 +61,7 @@ def report_text(report: "Report") -> str:
         lines += ["", *divergence_lines(divergence)]
     if report.trace and report.trace.unpaired:
         lines.append(unpaired_line(report.trace))
+    lines += why_lines(report.diagnosis) if report.diagnosis else []
     lines += [""] if len(lines) > 1 else []
     identical_failed = any(level.level == "identical" and level.status == "failed" for level in report.levels)
     for level in report.levels:
@@ -71,6 +72,31 @@ def report_text(report: "Report") -> str:
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
     return "\n".join([*lines, *(f"  note: {note}" for note in report.notes), f"  seed {report.seed}"])
+
+
+def why_lines(diagnosis: "Diagnosis") -> list[str]:
+    """The modules that are wrong for themselves, each with its likeliest cause; what to do next."""
+    faults = diagnosis.isolation.faults
+    if not faults:
+        return []
+    modules = count(len({one.path for one in diagnosis.isolation.modules}), "module")
+    lines = ["", f"{count(len(faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    for one in faults[:SHOWN]:
+        where = ", in its own code between the modules that it calls" if one.between else ""
+        times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
+        lines.append(f"  {one.path or 'the model'}{times}{where}")
+        causes = diagnosis.causes_of(one.path)
+        lines += [f"    {line.strip()}" for line in cause_lines(causes[:1])]
+        if len(causes) > 1:
+            lines.append(f"    {count(len(causes) - 1, 'other cause')} would explain it too: parity.diagnose tells them")
+        lines += [
+            f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
+        ]
+    lines += [f"  and {len(faults) - SHOWN} more: parity.diagnose tells them"] if len(faults) > SHOWN else []
+    return [
+        *lines,
+        "  next: make the change, then compare again" if diagnosis.causes else "  next: look at the code of these modules",
+    ]
 
 
 def headline(report: "Report") -> str:

@@ -2,12 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.tensors import named_factor
+from parity.evidence.isolation import is_array
+from parity.evidence.numerics import finite_scale, largest_gap, numpy_float
+from parity.evidence.trees import mapped
 
 # How many operations of a kind are tried one by one; beyond that only all of them together.
 ALONE = 8
@@ -315,9 +318,10 @@ def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str
         mine = chosen[0].args[2]
         for value in FILLS:
             if value != mine:
+                finite = f"finite in Flax, as {value:g}," if math.isinf(mine) else f"{value:g} in Flax"
+                got = "NaN" if math.isinf(value) else "the average of all values"
                 yield Variant(
-                    f"hidden scores are {value:g} in Flax and {mine:g} in torch{where}: a query that sees nothing gets "
-                    + ("NaN" if math.isinf(value) else "the average of all values"),
+                    f"hidden scores are {finite} and {mine:g} in torch{where}: a query that sees nothing gets {got}",
                     f"fill with {mine:g}",
                     suspect.edited(chosen, "argument", index=2, value=value),
                 )
@@ -398,32 +402,36 @@ def flattened(suspect: Suspect) -> Iterator[Variant]:
         if chosen:
             yield Variant(
                 f"Flax lays {chosen[0].shapes[0]} in one row with the channels last{where}",
-                "move the channels to the front first: x.transpose(0, 3, 1, 2).reshape(n, -1), or reorder the rows of the kernel",
+                "move the channels to the front first, x.transpose(0, 3, 1, 2).reshape(n, -1), or reorder the kernel's rows",
                 suspect.edited(chosen, "channels last first"),
             )
 
 
 def pieces(suspect: Suspect) -> Iterator[Variant]:
     """The pieces of a split (q, k, v; gate and value) in another order."""
+    by_count: dict[int, list[Operation]] = {}
     for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
-        count = op.shapes[0][op.args[-1] if isinstance(op.args[-1], int) and op.name == "unbind" else 0] if op.shapes else 0
-        count = pieces_of(op, count)
-        for order in itertools.permutations(range(count)) if 1 < count <= 4 else ():
+        by_count.setdefault(pieces_of(op), []).append(op)
+    for count, ops in by_count.items():
+        for (where, chosen), order in itertools.product(
+            groups(ops), itertools.permutations(range(count)) if 1 < count <= 4 else ()
+        ):
             if order != tuple(range(count)):
                 yield Variant(
-                    f"the {count} pieces of a split are taken in the order {order}",
+                    f"the {count} pieces of a split are taken in the order {order}{where}",
                     "take them in torch's order",
-                    suspect.edited([op], "parts", order=order),
+                    suspect.edited(chosen, "parts", order=order),
                 )
 
 
-def pieces_of(op: Operation, fallback: int) -> int:
-    if op.name == "split_with_sizes" and isinstance(op.args[1], tuple):
+def pieces_of(op: Operation) -> int:
+    """How many equal pieces a split makes; 0 if they are not equal."""
+    if op.name == "split_with_sizes":
         return len(op.args[1]) if len(set(op.args[1])) == 1 else 0
-    if op.name == "unbind":
-        return fallback
-    dim = op.args[2] if len(op.args) > 2 else 0
+    dim = op.args[-1] if len(op.args) > (1 if op.name == "unbind" else 2) else 0
     size = op.shapes[0][dim]
+    if op.name == "unbind":
+        return size
     each = op.shape[dim] if op.shape else 0
     return size // each if each and size % each == 0 else 0
 
@@ -495,13 +503,13 @@ def pooling(suspect: Suspect) -> Iterator[Variant]:
             mine = op.args[5] if len(op.args) > 5 else True
             if len(op.args) > 5:
                 yield Variant(
-                    f"Flax {'counts' if not mine else 'does not count'} padded zeros in an average, torch {'does' if mine else 'does not'}",
+                    f"an average counts padded zeros {'in torch' if mine else 'in Flax'} alone",
                     f"pass count_include_pad={mine}",
                     suspect.edited([op], "argument", index=5, value=not mine),
                 )
             else:
                 yield Variant(
-                    "Flax does not count padded zeros in an average, torch does",
+                    "an average counts padded zeros in torch alone",
                     "pass count_include_pad=True",
                     suspect.edited([op], "count pad", include=False),
                 )
@@ -590,11 +598,27 @@ def precision(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
-def arguments_in(suspect: Suspect, dtype: str) -> Iterator[Variant]:
-    from parity.evidence.isolation import is_array
-    from parity.evidence.numerics import numpy_float
-    from parity.evidence.trees import mapped
+SIZES = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
+
+def size_of_rounding(suspect: Suspect) -> Iterator[Variant]:
+    """A difference that is as large as rounding in a narrower dtype makes it, wherever that happens."""
+    expected, actual = suspect.trial.expected, suspect.trial.actual
+    places = [p for p in suspect.differing if is_array(expected.get(p)) and is_array(actual.get(p))]
+    if len(places) < len(suspect.differing):
+        return
+    sizes = [largest_gap(expected[p], actual[p]) / (finite_scale(expected[p]) or 1.0) for p in places]
+    for dtype, unit in SIZES.items():
+        if all(unit / 16 <= size <= unit * 4 for size in sizes):
+            yield Variant(
+                f"the difference is as large as rounding to {dtype} makes it: Flax computes something in {dtype}",
+                f"leave out casts to {dtype} (.astype, dtype=, preferred_element_type=)",
+                lambda: {p: expected[p] for p in places},
+                unit=4 * unit,
+            )
+
+
+def arguments_in(suspect: Suspect, dtype: str) -> Iterator[Variant]:
     def cut(_: str, leaf: Any) -> Any:
         floating = is_array(leaf) and leaf.dtype.kind == "f"
         return leaf.astype(numpy_float(dtype)).astype(leaf.dtype) if floating else leaf
@@ -604,6 +628,10 @@ def arguments_in(suspect: Suspect, dtype: str) -> Iterator[Variant]:
     weights = {path: cut("", array) for path, array in arrays.items()}
     new = {"args": mapped(cut, one.args), "kwargs": mapped(cut, dict(one.kwargs))}
     change = f"leave out dtype={dtype} and the cast"
+    for index, array in enumerate(one.args):
+        if is_array(array) and array.dtype.kind == "f":
+            args = (*one.args[:index], cut("", array), *one.args[index + 1 :])
+            yield Variant(f"Flax cuts args[{index}] to {dtype}", change, lambda a=args: suspect.again(args=a))
     yield Variant(f"Flax cuts its arguments to {dtype}", change, lambda: suspect.again(**new))
     if weights:
         yield Variant(f"Flax cuts its weights to {dtype}", change, lambda: suspect.again(weights=weights))

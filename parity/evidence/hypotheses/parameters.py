@@ -151,7 +151,7 @@ def unused(suspect: Suspect) -> Iterator[Variant]:
     for weight in suspect.weights:
         if weight.torch.ndim != 1 or "weight" not in weight.name:
             continue
-        one = np.ones_like(weight.torch)
+        one = np.ones(weight.torch.shape)
         yield Variant(
             f"{weight.path} is not used", f"multiply by the scale {weight.path}", with_weights(suspect, {weight.path: one})
         )
@@ -228,7 +228,7 @@ def gate_order(suspect: Suspect) -> Iterator[Variant]:
 
 def plus_one(array: np.ndarray, block: int, count: int) -> np.ndarray:
     rows = array.shape[0] // count
-    new = np.array(array)
+    new = array.astype(np.float64)
     new[block * rows : (block + 1) * rows] += 1
     return new
 
@@ -263,7 +263,7 @@ def weight_norm(suspect: Suspect) -> Iterator[Variant]:
             if not path.endswith(end) or gain not in arrays:
                 continue
             axes = tuple(i for i in range(direction.ndim) if arrays[gain].shape[i] == 1)
-            length = np.sqrt((direction.astype(np.float64) ** 2).sum(axes, keepdims=True)).astype(direction.dtype)
+            length = np.sqrt((direction.astype(np.float64) ** 2).sum(axes, keepdims=True))
             yield Variant(
                 f"weight norm is ignored: Flax uses {path} as it is",
                 f"scale it to the length {gain}: kernel = g * v / ||v||",

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Operation
-from parity.evidence.isolation import Isolator, Place, Trial, bound, in_parts, is_array, torch_again
-from parity.evidence.numerics import largest_gap, same_specials
-from parity.weights.leaf import Layer, Leaf
+from parity.evidence.isolation import Isolator, Place, Trial, bound, by_argument, in_parts, is_array, torch_again
+from parity.evidence.numerics import finite_scale, largest_gap, same_specials
+from parity.evidence.trees import flatten
+from parity.weights.leaf import Layer, Leaf, gathered
 from parity.weights.pairing import Pair
 
 # A difference that falls below so many times what rounding explains counts as gone: torch's module under
@@ -32,11 +33,13 @@ class Variant:
         what: what Flax's module then does, in one sentence.
         change: what to write in the Flax code instead.
         values: computes it, by place; a place that is left out says nothing.
+        unit: what may be left of the difference, in units of the largest value; 0 lets rounding alone be left.
     """
 
     what: str
     change: str
     values: Callable[[], Values] = field(compare=False, repr=False)
+    unit: float = 0.0
 
 
 class Suspect:
@@ -110,9 +113,6 @@ class Suspect:
 
     def known(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every value that torch's module has at hand: what it is given, what others give it, what it gives them."""
-        from parity.evidence.isolation import by_argument
-        from parity.evidence.trees import flatten
-
         for path, array in by_argument(self.trial.torch).items():
             yield f"its own {path}", array
         for key in self.isolator.children.get(self.trial.torch.key, ()):
@@ -160,7 +160,7 @@ class Suspect:
 
     # --- how well it fits ---------------------------------------------------------------------
 
-    def ratio(self, place: Place, value: Any) -> float:
+    def ratio(self, place: Place, value: Any, unit: float = 0.0) -> float:
         """How far Flax's value is from another one, in units of what rounding explains."""
         actual = self.trial.actual.get(place)
         if not is_array(actual) or not is_array(value):
@@ -171,12 +171,12 @@ class Suspect:
         if not same_specials(a, b).all():
             return float("inf")
         gap = largest_gap(a, b)
-        limit = max(self.trial.bounds.get(place, 0.0), bound(None, value))
+        limit = max(self.trial.bounds.get(place, 0.0), bound(None, value)) + unit * finite_scale(b)
         return gap / limit if limit else (0.0 if gap == 0 else float("inf"))
 
-    def explained(self, values: Values) -> tuple[dict[Place, float], bool]:
+    def explained(self, values: Values, unit: float = 0.0) -> tuple[dict[Place, float], bool]:
         """The differing places whose difference is gone, each with what is left, and whether none that agreed is broken."""
-        after = {place: self.ratio(place, value) for place, value in values.items()}
+        after = {place: self.ratio(place, value, unit) for place, value in values.items()}
         gone = {p: after[p] for p in self.differing if p in after and after[p] <= min(GONE, self.before[p] * FALL)}
         broken = any(ratio > GONE for place, ratio in after.items() if place not in self.differing)
         return gone, not broken
@@ -246,16 +246,12 @@ class Weight:
     @cached_property
     def torch(self) -> np.ndarray:
         """Torch's array."""
-        from parity.weights.leaf import gathered
-
         blocks = [(p.source, p.source.read()) for p in self.pairs]
         return gathered(blocks)[self.path]
 
     @cached_property
     def flax(self) -> np.ndarray:
         """Flax's, in torch's layout."""
-        from parity.weights.leaf import gathered
-
         return gathered([(p.source, np.asarray(p.layout.inverse().apply(p.target.read()))) for p in self.pairs])[self.path]
 
     @cached_property

@@ -60,6 +60,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("terms", operations.summing),
     Hypothesis("order of axes", tensors.axes, resort=True),
     Hypothesis("precision", operations.precision, resort=True),
+    Hypothesis("size of rounding", operations.size_of_rounding, resort=True),
 ]
 
 

@@ -166,19 +166,20 @@ def pairs_of_channels(suspect: Suspect) -> Iterator[Variant]:
     if not names or not arrays or any(p.count("[") > 1 for p in arrays):
         return
     width = suspect.trial.expected[names[0]].shape[-1] if suspect.trial.expected[names[0]].ndim else 0
-    chosen = {p for p, a in arrays.items() if a.shape[-1] == width and a.ndim > 2}
-    for halves in (True, False) if chosen and width % 2 == 0 and width > 2 else ():
-        order = np.arange(width).reshape((2, -1) if halves else (-1, 2)).T.ravel()
-        back = np.argsort(order)
+    fitting = [p for p, a in arrays.items() if a.shape[-1] == width and a.ndim > 2]
+    groups = [[p] for p in fitting] + ([fitting] if len(fitting) > 1 else [])
+    for chosen, neighbours in itertools.product(groups if width % 2 == 0 and width > 2 else [], (True, False)):
+        order = np.arange(width).reshape((-1, 2) if neighbours else (2, -1)).T.ravel()
 
-        def values(order: np.ndarray = order, back: np.ndarray = back) -> dict[Place, np.ndarray]:
-            args = tuple(a[..., order] if f"args[{i}]" in chosen else a for i, a in enumerate(suspect.trial.torch.args))
+        def values(order: np.ndarray = order, chosen: list[str] = chosen) -> dict[Place, np.ndarray]:
+            given = suspect.trial.torch.args
+            args = tuple(a[..., order] if f"args[{i}]" in chosen else a for i, a in enumerate(given))
             found = suspect.again(args=args)
-            return {place: found[place][..., back] for place in names}
+            return {place: found[place][..., np.argsort(order)] for place in names}
 
         said = (
             "neighbouring channels where torch rotates the two halves"
-            if halves
+            if neighbours
             else "the two halves where torch rotates neighbours"
         )
         yield Variant(f"the rotary embedding rotates {said}", "pair the channels as torch does, or permute q and k", values)

@@ -14,5 +14,5 @@ def test_the_planted_cause_is_named_first(planted):
     first = found.causes[0]
     assert (first.hypothesis, first.path, first.complete) == (planted.cause, planted.path, True), str(found)
     assert planted.says in f"{first.what}; {first.change}", str(found)
-    assert first.before > 1e3 > 10 >= first.after
+    assert first.before > 1e3 and first.after <= 10
     assert not found.notes and not found.unexplained, str(found)
