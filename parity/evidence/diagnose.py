@@ -7,11 +7,14 @@ from parity.errors import first_line
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation import Isolator
+from parity.evidence.precision import diagnose_precision
 from parity.evidence.result import Cause, Diagnosis
 from parity.evidence.subject import Subject
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
+# A weight that is off by one ulp differs by 2,700 times what rounding explains or more (see SEMANTICS_FACTOR).
+FAINT = 1000.0
 # Variants computed for one module: a large one must not be run for ever.
 BUDGET = 2000
 
@@ -68,6 +71,13 @@ def diagnose_subject(subject: Subject) -> Diagnosis:
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
+    if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
+        # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
+        native, losses = diagnose_precision(subject)
+        if losses or isolation.passed:
+            known = {cause.path for cause in losses}
+            unexplained = [f"{fault.path or 'the model'}: precision" for fault in native.faults if fault.path not in known]
+            isolation, causes = isolation if native.passed else native, losses
     return Diagnosis(tuple(causes), isolation, tuple(unexplained), tried, tuple(notes))
 
 

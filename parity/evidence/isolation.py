@@ -98,12 +98,18 @@ def is_array(value: Any) -> bool:
 
 
 class Isolator:
-    """Runs pairs alone, the inner ones first, and keeps what later ones need to know of them."""
+    """Runs pairs alone, the inner ones first, and keeps what later ones need to know of them.
 
-    def __init__(self, subject: Subject):
-        self.subject = subject
-        self.calls, self.plain = observed(subject)
-        self.own = own_calls(subject, self.calls)
+    Args:
+        subject: the two models and their call.
+        dtype: in which both run; None is the dtype of the models.
+    """
+
+    def __init__(self, subject: Subject, dtype: str | None = "float64"):
+        self.subject, self.dtype = subject, dtype
+        self.plain = observed(subject, None)
+        self.calls = self.plain if dtype is None else observed(subject, dtype)
+        self.own = own_calls(subject, self.calls, dtype)
         self.partners, self.unpaired = partners(subject, list(self.calls.values()), list(self.own.values()))
         self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
         self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
@@ -115,7 +121,6 @@ class Isolator:
 
     def run(self) -> Isolation:
         """Every pair, in the order in which torch's modules finish."""
-        unpaired = list(self.unpaired)
         for key, one in self.calls.items():
             if one.path not in self.partners or key not in self.plain:
                 continue
@@ -124,7 +129,7 @@ class Isolator:
             except NotComparableError as error:
                 partner = self.partners[one.path]
                 self.results[key] = Isolated(*key, partner.path, partner.decided_by, "not comparable", note=str(error))
-        return Isolation(tuple(self.results.values()), tuple(unpaired))
+        return Isolation(tuple(self.results.values()), self.unpaired, self.dtype or self.subject.dtype)
 
     # --- one pair -----------------------------------------------------------------------------
 
@@ -133,12 +138,13 @@ class Isolator:
         trials = []
         for axes in self.orders(one):
             trial = self.attempt(one, axes)
-            differences, ratio = compared(trial, self.subject)
+            differences, ratio = self.compared(trial)
             trials.append((trial, differences, ratio))
             if not differences and not trial.error:
                 self.right.setdefault(one.path, []).append(axes)
         trial, differences, ratio = min(trials, key=lambda t: (bool(t[0].error), len(t[1]) > 0, t[2]))
-        self.trials[one.key] = trial
+        if differences or trial.error:
+            self.trials[one.key] = trial
         partner = trial.partner
         head = (*one.key, partner.path, partner.decided_by)
         if trial.error:
@@ -160,6 +166,10 @@ class Isolator:
             return Isolated(*head, "follows", ratio, differences, between, note)
         return Isolated(*head, "differs", ratio, differences, between, trial.note)
 
+    def compared(self, trial: Trial) -> tuple[tuple[Difference, ...], float]:
+        """What differs in a call, worst first, and the largest difference over what is allowed."""
+        return compared(trial, self.subject)
+
     def is_right(self, path: str) -> bool:
         """Whether a module and all that were looked at below it are."""
         calls = [result for (name, _), result in self.results.items() if f"{name}.".startswith(f"{path}.")]
@@ -178,7 +188,8 @@ class Isolator:
 
     def rule(self, path: str) -> Convention | None:
         mine, theirs = self.torch_layers.get(path), self.flax_layers.get(self.partners[path].path)
-        return convention(mine, theirs) if mine and theirs else None
+        # The models themselves are given the same by the caller.
+        return convention(mine, theirs) if path and mine and theirs else None
 
     def strange(self, one: ModuleCall) -> bool:
         """Whether the model's own run calls it with what is torch's in no order of axes."""
@@ -214,7 +225,7 @@ class Isolator:
             answering = {name: calls for name, calls in told.items() if name not in free}
             replies = {self.partners[name].path: [reply for _, reply in calls] for name, calls in answering.items()}
             try:
-                run = self.subject.flax.alone(self.subject.flax_model, partner.path, trial.args, trial.kwargs, replies)
+                run = self.run_flax(trial, replies)
             except Exception as error:
                 trial.error = f"{type(error).__name__}: {first_line(error)}"
                 return trial
@@ -227,6 +238,13 @@ class Isolator:
         trial.replies = {name: [c.output for c, _ in calls] for name, calls in answering.items()}
         self.collect(trial, run, answering)
         return trial
+
+    def run_flax(self, trial: Trial, replies: Mapping[str, list[Any]], **changes: Any) -> Alone:
+        """The Flax module of a trial alone."""
+        given = trial.partner.path, trial.args, trial.kwargs, replies
+        return self.subject.flax.alone(
+            self.subject.flax_model, *given, dtype=self.dtype, quick=self.dtype is not None, **changes
+        )
 
     def below(self, one: ModuleCall) -> list[tuple[str, list[ModuleCall]]]:
         """The nearest modules below that have partners, with their calls within this one."""
@@ -322,21 +340,26 @@ class Isolator:
 # ---------------------------------------------------------------------------------- what is run
 
 
-def observed(subject: Subject) -> tuple[dict[tuple[str, int], ModuleCall], dict[tuple[str, int], ModuleCall]]:
-    """Torch's calls in float64, and in the dtype of the model."""
+def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
+    """Torch's calls in a dtype; None is that of the model.
+
+    Raises:
+        InputError: the model refuses its inputs.
+    """
     try:
         with subject.torch.pinned():
-            plain = subject.torch.observe(subject.torch_model, subject.call)
-            calls = subject.torch.observe(subject.torch_model, subject.call, dtype="float64")
+            calls = subject.torch.observe(subject.torch_model, subject.call, dtype=dtype)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
-    return {c.key: c for c in calls}, {c.key: c for c in plain}
+    return {c.key: c for c in calls}
 
 
-def own_calls(subject: Subject, torch_calls: Mapping[tuple[str, int], ModuleCall]) -> dict[tuple[str, int], ModuleCall]:
+def own_calls(
+    subject: Subject, torch_calls: Mapping[tuple[str, int], ModuleCall], dtype: str | None
+) -> dict[tuple[str, int], ModuleCall]:
     """Flax's calls in its own run, which show how its modules want to be called; none if it raises."""
     try:
-        calls = subject.flax.observe(subject.flax_model, subject.call, dtype="float64")
+        calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype)
     except Exception:
         return {}
     names = known_names(subject, {subject.pairing.renames.apply(path)[0] for path, _ in torch_calls})
@@ -497,8 +520,9 @@ def rounded_otherwise(trial: Trial, subject: Subject) -> list[dict[Place, Any]]:
 def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, Any]:
     """Torch's module run alone under changes, its children answering as they did; its values by place."""
     one = replace(trial.torch, args=changes.pop("args", trial.torch.args), kwargs=changes.pop("kwargs", trial.torch.kwargs))
+    replies = changes.pop("replies", trial.replies)
     with subject.torch.pinned():
-        run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, trial.replies, **changes)
+        run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, replies, **changes)
     return at_places(trial, run)
 
 

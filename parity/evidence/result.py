@@ -182,10 +182,12 @@ class Isolation:
     Attributes:
         modules: one for each call of each pair, in the order in which torch's modules finish.
         unpaired: modules of one side without a partner.
+        dtype: in which both ran.
     """
 
     modules: tuple[Isolated, ...]
     unpaired: tuple[str, ...] = ()
+    dtype: str = "float64"
 
     @property
     def passed(self) -> bool:

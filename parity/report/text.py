@@ -79,8 +79,7 @@ def why_lines(diagnosis: "Diagnosis") -> list[str]:
     faults = diagnosis.isolation.faults
     if not faults:
         return []
-    modules = count(len({one.path for one in diagnosis.isolation.modules}), "module")
-    lines = ["", f"{count(len(faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    lines = ["", wrong_modules(diagnosis.isolation)]
     for one in faults[:SHOWN]:
         where = ", in its own code between the modules that it calls" if one.between else ""
         times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
@@ -180,13 +179,23 @@ def trace_text(trace: "Trace") -> str:
 
 def isolation_text(isolation: "Isolation") -> str:
     """Each wrong module with what it computes otherwise; what could not be told, and why."""
-    modules = count(len({one.path for one in isolation.modules}), "module")
-    lines = [f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    lines = [wrong_modules(isolation)]
     for one in isolation.faults:
         lines += isolated_lines(one)
     for one in dict.fromkeys(i for i in isolation.modules if i.status in ("follows", "not comparable")):
         lines.append(f"  {one.path or 'the model'}: {'not told' if one.status == 'follows' else 'not compared'}, {one.note}")
     return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
+
+
+def wrong_modules(isolation: "Isolation") -> str:
+    """How many modules are wrong, of how many, and by what."""
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    said = f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"
+    return (
+        said
+        if isolation.dtype == "float64" or not isolation.faults
+        else f"{said}: the same in float64, not in {isolation.dtype}"
+    )
 
 
 def isolated_lines(one: "Isolated") -> list[str]:
@@ -213,8 +222,7 @@ def diagnosis_text(diagnosis: "Diagnosis") -> str:
     isolation = diagnosis.isolation
     if not isolation.faults:
         return isolation_text(isolation)
-    modules = count(len({one.path for one in isolation.modules}), "module")
-    lines = [f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"]
+    lines = [wrong_modules(isolation)]
     for one in isolation.faults:
         lines += [*isolated_lines(one), *cause_lines(diagnosis.causes_of(one.path))]
     lines += [f"  no known cause: {sentence}" for sentence in diagnosis.unexplained]

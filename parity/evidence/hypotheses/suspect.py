@@ -48,14 +48,17 @@ class Suspect:
     Args:
         isolator: that ran it.
         trial: the call.
+        differing: the places that differ, in words; None takes those at which rounding does not explain the difference.
     """
 
-    def __init__(self, isolator: Isolator, trial: Trial):
+    def __init__(self, isolator: Isolator, trial: Trial, differing: Sequence[str] | None = None):
         self.isolator, self.trial, self.subject = isolator, trial, isolator.subject
         self.torch_layer: Layer = isolator.torch_layers[trial.torch.path]
         self.flax_layer: Layer = isolator.flax_layers[trial.partner.path]
         self.before = {place: self.ratio(place, trial.expected.get(place)) for place in {**trial.expected, **trial.actual}}
-        self.differing = [place for place, ratio in self.before.items() if ratio > 1]
+        self.differing = [
+            place for place, ratio in self.before.items() if (ratio > 1 if differing is None else str(place) in differing)
+        ]
 
     # --- what is known of it ------------------------------------------------------------------
 
@@ -79,7 +82,7 @@ class Suspect:
         try:
             with self.subject.torch.pinned():
                 return self.subject.torch.operations(
-                    self.subject.torch_model, one.path, one.args, one.kwargs, self.trial.replies
+                    self.subject.torch_model, one.path, one.args, one.kwargs, self.trial.replies, dtype=self.isolator.dtype
                 )
         except Exception:
             return []
@@ -146,9 +149,7 @@ class Suspect:
     def flax_again(self, **changes: Any) -> Values:
         """Flax's module once more on the same arguments, at the places that are its own outputs."""
         trial = self.trial
-        run = self.subject.flax.alone(
-            self.subject.flax_model, trial.partner.path, trial.args, trial.kwargs, self.flax_replies(), **changes
-        )
+        run = self.isolator.run_flax(trial, self.flax_replies(), **changes)
         other = replace(trial, expected={}, noise={}, actual={})
         told = {n: c for n, c in self.isolator.told(trial.torch).items() if n in trial.replies}
         self.isolator.collect(other, run, told)

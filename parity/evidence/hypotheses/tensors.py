@@ -113,20 +113,11 @@ def factor(suspect: Suspect) -> Iterator[Variant]:
 
 
 def named_factor(number: float, shape: tuple[int, ...]) -> str:
-    """A factor in the words of sizes where it is one: `sqrt(64)`."""
-    for size in sorted(set(shape), reverse=True):
-        for value, name in (
-            (size**0.5, f"sqrt({size})"),
-            (size**-0.5, f"1/sqrt({size})"),
-            (size, f"{size}"),
-            (1 / size, f"1/{size}"),
-        ):
+    """A factor in the words of sizes where it is one: `sqrt(8)`, `2 (sqrt(4))`."""
+    for size in dict.fromkeys([*sorted(set(shape), reverse=True), *range(2, 4097)]):
+        for value, name in ((size**0.5, f"sqrt({size})"), (size**-0.5, f"1/sqrt({size})")):
             if size > 1 and math.isclose(number, value, rel_tol=1e-9):
-                return name
-    for value in range(2, 4097):
-        for root, name in ((value**0.5, f"sqrt({value})"), (value**-0.5, f"1/sqrt({value})")):
-            if math.isclose(number, root, rel_tol=1e-9):
-                return str(round(root)) if math.isclose(root, round(root)) and root >= 1 else name
+                return name if float(f"{number:.6g}") != value else f"{number:.6g} ({name})"
     return f"{number:.6g}"
 
 

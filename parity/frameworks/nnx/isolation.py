@@ -154,6 +154,8 @@ def alone(
     dtype: str | None = "float64",
     weights: Mapping[str, np.ndarray] | None = None,
     reseed: int = 0,
+    quick: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> Alone:
     """Run one submodule by itself; modules below that have replies answer with those.
 
@@ -167,6 +169,8 @@ def alone(
         dtype: floating point variables are cast to it; None keeps the model's.
         weights: arrays in place of variables, by their path in the model, in Flax's words.
         reseed: other than 0 gives other random keys.
+        quick: compile with little optimisation; the last bits may differ from those that users see.
+        settings: attributes of the submodule to run with instead.
     """
     replies = replies or {}
     nodes = {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
@@ -175,6 +179,10 @@ def alone(
     below = {inner[id(nodes[child][0])]: child for child in replies}
     start = f"{prefix}." if prefix else ""
     own = {name.removeprefix(start): array for name, array in (weights or {}).items() if name.startswith(start)}
+    if settings:
+        module = nnx.merge(*nnx.split(module))
+        for setting, value in settings.items():
+            setattr(module, setting, value)
     with pinned(double=dtype == "float64"), widened(module, dtype):
         graphdef, parameters, rest, arguments = prepare(module, Call(args, kwargs), dtype, own)
         rest = reseeded(rest, reseed) if reseed else rest
@@ -189,7 +197,7 @@ def alone(
         body = make(graphdef, arguments.skeleton, spec)
         given = parameters, rest, {**arguments.values, **arguments.others}, told
         try:
-            outputs, arrays = compile_body(body, True)(*given)
+            outputs, arrays = compile_body(body, quick)(*given)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             outputs, arrays = body(*given)
         found: dict[tuple[str, int, str], Any] = {}

@@ -322,12 +322,21 @@ def rounded(run: Edit, args: Any, kwargs: Any, *, dtype: str, where: str) -> Any
 
     def cut(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.is_floating_point()
+        if dtype == "tf32":
+            return tensor_core(value) if floating else value
         return value.to(torch_dtype(dtype)).to(value.dtype) if floating else value
 
     if where == "operands":
         return run(*(cut(a) for a in args), **kwargs)
     result = run(*args, **kwargs)
     return type(result)(cut(r) for r in result) if isinstance(result, tuple | list) else cut(result)
+
+
+def tensor_core(x: Tensor) -> Tensor:
+    """A float32 mantissa cut to 10 bits; other dtypes as they are."""
+    if x.dtype != torch.float32:
+        return x
+    return ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
 
 
 def logic(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:

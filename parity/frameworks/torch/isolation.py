@@ -145,11 +145,17 @@ def pause(watch: Any, step: int) -> None:
 
 
 def operations(
-    model: nn.Module, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], replies: Replies | None = None
+    model: nn.Module,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    replies: Replies | None = None,
+    *,
+    dtype: str | None = "float64",
 ) -> list[Operation]:
     """The operations of a submodule's own code: what modules below do that have replies is left out."""
     listed = Listed()
-    alone(model, path, args, kwargs, replies, watch=listed)
+    alone(model, path, args, kwargs, replies, dtype=dtype, watch=listed)
     return listed.operations
 
 

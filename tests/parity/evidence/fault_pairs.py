@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.nn.functional as F
-from evidence_pairs import FlaxCore, attention, attention_inputs, block, draw, low_variance, normal, random
+from evidence_pairs import attention, attention_inputs, block, draw, low_variance, normal, random
 from flax import nnx
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -603,7 +603,7 @@ WIRING = [
     between("scale", "factor", "sqrt(8) times torch's"),
     between("forgotten", "residual", "a residual is not added"),
     between("doubled", "residual", "once too often"),
-    functions("embedding scale", lambda x: torch.sin(x) * 64**0.5, jnp.sin, (X,), "factor", "multiply by 8"),
+    functions("embedding scale", lambda x: torch.sin(x) * 64**0.5, jnp.sin, (X,), "factor", "multiply by 8 (sqrt(64))"),
     functions(
         "one term", lambda x, y: (x.sin() + y.cos()).exp(), lambda x, y: jnp.exp(jnp.sin(x)), (X, Y), "terms", "not added"
     ),
@@ -640,4 +640,3 @@ class LeftOn(nnx.Module):
 
 
 PLANTED = [*NORMS, *ACTIVATIONS, *ATTENTION, *WEIGHTS, *CONVOLUTIONS, *WIRING]
-__all__ = ["PLANTED", "FlaxCore", "Planted", "held"]
