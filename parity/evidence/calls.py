@@ -110,6 +110,7 @@ class Operation:
         kwargs: its keyword arguments likewise.
         shape: of its result, or of the first of several.
         masks: whether one of the arrays hides and shows.
+        switches: whether one of them holds nothing but the numbers 0 and 1.
     """
 
     number: int
@@ -120,3 +121,4 @@ class Operation:
     kwargs: Mapping[str, Any]
     shape: tuple[int, ...]
     masks: bool
+    switches: bool

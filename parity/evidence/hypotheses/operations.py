@@ -242,8 +242,16 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
         name = chosen[0].name.rstrip("_")
         if any(op.name.rstrip("_") != name for op in chosen):
             continue
-        yield from other_masks(suspect, chosen, name, where)
         yield from other_fills(suspect, chosen, name, where)
+        yield from other_masks(suspect, chosen, name, where)
+    for op in suspect.named("add"):
+        if op.switches and len(op.shapes) == 2:
+            for shows in (True, False):
+                yield Variant(
+                    f"a mask of 0 and 1 is a switch in Flax, {'1 shows' if shows else '1 hides'}; torch adds its numbers",
+                    "add the mask to the scores, as torch does with masks that are no booleans",
+                    suspect.edited([op], "number as mask", shows=shows),
+                )
     for op in suspect.named("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul"):
         if op.dtypes[:2] == ("bool", "bool"):
             for way in ("or", "and", "xor"):
@@ -325,6 +333,12 @@ def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str
                     f"fill with {mine:g}",
                     suspect.edited(chosen, "argument", index=2, value=value),
                 )
+                if math.isfinite(value) and value:
+                    yield Variant(
+                        f"{value:g} is added to hidden scores in Flax, torch puts {mine:g} in their place{where}",
+                        f"jnp.where(mask, {mine:g}, scores)",
+                        suspect.edited(chosen, "fill added", value=value),
+                    )
 
 
 def hidden_rows(suspect: Suspect) -> Iterator[Variant]:

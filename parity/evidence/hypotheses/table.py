@@ -39,6 +39,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("mask", operations.masking),
     Hypothesis("fully hidden rows", operations.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
+    Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", operations.heads),
     Hypothesis("flatten order", operations.flattened),
     Hypothesis("order of pieces", operations.pieces),

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,8 @@ def named_factor(number: float, shape: tuple[int, ...]) -> str:
         for value, name in ((size**0.5, f"sqrt({size})"), (size**-0.5, f"1/sqrt({size})")):
             if size > 1 and math.isclose(number, value, rel_tol=1e-9):
                 return name if float(f"{number:.6g}") != value else f"{number:.6g} ({name})"
-    return f"{number:.6g}"
+    short = f"{number:.6g}"
+    return f"(1 {number - 1:+.3g})" if short == "1" else short
 
 
 def axes(suspect: Suspect) -> Iterator[Variant]:
@@ -146,34 +148,55 @@ def axes(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
+def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
+    """Two axes of what the module is given taken for each other: batch and length, length and heads."""
+    given = suspect.trial.torch.args
+    ndims = {a.ndim for a in given if is_array(a) and a.dtype.kind == "f"}
+    for first, second in itertools.combinations(range(min(ndims)), 2) if ndims and min(ndims) > 1 else ():
+
+        def values(first: int = first, second: int = second) -> Values:
+            found = suspect.again(args=tuple(swapped(a, first, second) for a in given))
+            return {place: swapped(value, first, second) for place, value in found.items()}
+
+        what = f"axes {first} and {second} of the arguments are taken for each other"
+        yield Variant(what, "exchange them back where the module is called", values)
+
+
+def swapped(value: Any, first: int, second: int) -> Any:
+    return np.swapaxes(value, first, second) if is_array(value) and value.ndim > second and value.dtype.kind == "f" else value
+
+
 def pairs_of_channels(suspect: Suspect) -> Iterator[Variant]:
     """Rotary embedding that pairs neighbouring channels where torch pairs the halves, or the other way round."""
-    arrays = {
-        p: a
-        for p, a in by_argument(suspect.trial.torch).items()
-        if a.dtype.kind == "f" and a.shape[-1:] and a.shape[-1] % 2 == 0
-    }
-    names = [place for place in floats(suspect) if place.child is None]
-    if not names or not arrays or any(p.count("[") > 1 for p in arrays):
-        return
-    width = suspect.trial.expected[names[0]].shape[-1] if suspect.trial.expected[names[0]].ndim else 0
-    fitting = [p for p, a in arrays.items() if a.shape[-1] == width and a.ndim > 2]
-    groups = [[p] for p in fitting] + ([fitting] if len(fitting) > 1 else [])
-    for chosen, neighbours in itertools.product(groups if width % 2 == 0 and width > 2 else [], (True, False)):
-        order = np.arange(width).reshape((-1, 2) if neighbours else (2, -1)).T.ravel()
+    given = suspect.trial.torch.args
+    places = [place for place in floats(suspect) if place.child is None]
+    for width in {a.shape[-1] for a in given if is_array(a) and a.dtype.kind == "f" and a.ndim > 1}:
+        fitting = [i for i, a in enumerate(given) if is_array(a) and a.dtype.kind == "f" and a.shape[-1:] == (width,)]
+        groups = [[i] for i in fitting] + ([fitting[:2], fitting] if len(fitting) > 1 else [])
+        for chosen, neighbours, back in itertools.product(
+            groups if width % 2 == 0 and width > 2 else [], (True, False), (True, False)
+        ):
+            order = np.arange(width).reshape((-1, 2) if neighbours else (2, -1)).T.ravel()
+            said = (
+                "neighbouring channels where torch rotates" if neighbours else "the two halves of channels where torch rotates"
+            )
+            yield Variant(
+                f"the rotary embedding rotates {said} {'the two halves' if neighbours else 'neighbours'}",
+                "pair the channels as torch does, or permute q and k",
+                reordered(suspect, places, chosen, order, back),
+            )
 
-        def values(order: np.ndarray = order, chosen: list[str] = chosen) -> dict[Place, np.ndarray]:
-            given = suspect.trial.torch.args
-            args = tuple(a[..., order] if f"args[{i}]" in chosen else a for i, a in enumerate(given))
-            found = suspect.again(args=args)
-            return {place: found[place][..., np.argsort(order)] for place in names}
 
-        said = (
-            "neighbouring channels where torch rotates the two halves"
-            if neighbours
-            else "the two halves where torch rotates neighbours"
-        )
-        yield Variant(f"the rotary embedding rotates {said}", "pair the channels as torch does, or permute q and k", values)
+def reordered(suspect: Suspect, places: list[Place], chosen: list[int], order: np.ndarray, back: bool) -> Callable[[], Values]:
+    """The module on arguments with their channels in another order, its results in the old order if they have channels."""
+
+    def values() -> Values:
+        args = tuple(a[..., order] if i in chosen else a for i, a in enumerate(suspect.trial.torch.args))
+        found = suspect.again(args=args)
+        restored = np.argsort(order)
+        return {p: found[p][..., restored] if back and found[p].shape[-1] == order.size else found[p] for p in places}
+
+    return values
 
 
 def at(place: Place, value: np.ndarray) -> Callable[[], Values]:

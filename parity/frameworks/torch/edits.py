@@ -57,6 +57,7 @@ def described(number: int, func: Any, args: Any, kwargs: Any, result: Any) -> Op
         {name: plain(value) for name, value in kwargs.items()},
         tuple(first.shape) if isinstance(first, Tensor) else (),
         any(maskish(t) for t in tensors),
+        any(t.is_floating_point() and t.numel() > 1 and bool(((t == 0) | (t == 1)).all()) for t in tensors),
     )
 
 
@@ -249,6 +250,17 @@ def mask_as_number(run: Edit, args: Any, kwargs: Any, *, sign: float) -> Any:
     return args[0] + shown
 
 
+def number_as_mask(run: Edit, args: Any, kwargs: Any, *, shows: bool) -> Any:
+    """A mask of 0 and 1 taken for a switch, where it is added."""
+    hidden = (args[1] == 0) if shows else (args[1] != 0)
+    return args[0].masked_fill(hidden, float("-inf"))
+
+
+def fill_added(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """Hidden scores with a number added, where they are replaced."""
+    return torch.where(args[1], args[0] + value, args[0])
+
+
 def reshaped(run: Edit, args: Any, kwargs: Any) -> Any:
     """Axes that are moved, got by a bare reshape to the same shape instead."""
     result = run(*args, **kwargs)
@@ -360,6 +372,8 @@ EDITS: dict[str, Edit] = {
     "softmax": softmax,
     "mask": mask,
     "mask as number": mask_as_number,
+    "number as mask": number_as_mask,
+    "fill added": fill_added,
     "reshaped": reshaped,
     "split minor": split_minor,
     "joined minor": joined_minor,

@@ -309,6 +309,30 @@ ATTENTION = [
         "mask",
         "joins two masks by xor",
     ),
+    functions(
+        "a switch that torch adds",
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        attending(mask=lambda m: m == 0),
+        (*SEQUENCES, np.array(~SOME, np.float32)),
+        "mask",
+        "1 shows; torch adds",
+    ),
+    functions(
+        "a constant that is too weak",
+        lambda s, m: torch.softmax(s.masked_fill(m, -1e9), -1),
+        lambda s, m: jax.nn.softmax(jnp.where(m, s - 1e4, s), -1),
+        (normal(3, 2, 5, 5) + 12_000 * np.eye(5, dtype=np.float32)[2], CAUSAL[None, None]),
+        "mask",
+        "-10000 is added to hidden scores",
+    ),
+    functions(
+        "batch for length",
+        lambda x: torch.softmax(x @ x.transpose(-2, -1), -1) @ x,
+        lambda x: attending(lambda s: s * 8**0.5)(*[x.swapaxes(0, 1)] * 3).swapaxes(0, 1),
+        (X,),
+        "axes of arguments",
+        "axes 0 and 1",
+    ),
     masked("NaN for an average", ONE_HIDDEN, "mask", "fill with -inf", fill=-1e9),
     Planted("average for NaN", lambda: attention("nan"), attention_inputs(), "mask", "fill with -1e+20"),
     functions(
@@ -608,6 +632,14 @@ WIRING = [
         "one term", lambda x, y: (x.sin() + y.cos()).exp(), lambda x, y: jnp.exp(jnp.sin(x)), (X, Y), "terms", "not added"
     ),
     functions("rotary", torch_rotary, flax_rotary, (X, ANGLE), "rotary pairs", "neighbouring channels"),
+    functions(
+        "rotary in attention",
+        lambda q, k, a: torch_rotary(q, a) @ torch_rotary(k, a).transpose(-2, -1),
+        lambda q, k, a: flax_rotary(q, a) @ flax_rotary(k, a).swapaxes(-2, -1),
+        (X, Y, ANGLE),
+        "rotary pairs",
+        "neighbouring channels",
+    ),
     functions(
         "axes exchanged",
         lambda x: x.sin(),

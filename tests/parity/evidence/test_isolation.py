@@ -422,6 +422,8 @@ def test_channels_last_is_handled_where_a_rule_or_the_model_itself_tells(fault, 
     isolation = isolated((torch_model, flax_model), normal(2, 2, 4, 4))
     assert faults(isolation) == found, str(isolation)
     assert all(one.status in ("agrees", "differs") for one in isolation.modules)
+    divergence = parity.trace(torch_model, flax_model, normal(2, 2, 4, 4)).first_divergence()
+    assert (divergence and divergence.path) == {"": None, "conv": "conv", "block": "block", "flatten": "fc"}[fault]
 
 
 class Holder(nn.Module):
@@ -493,6 +495,7 @@ def test_layers_that_are_called_otherwise_in_flax_are_paired_by_their_rule(name)
     isolation = isolated(pair, *inputs())
     (core,) = [one for one in isolation.modules if one.path == "core"]
     assert core.status == "agrees", str(isolation)
+    assert [step.agrees for step in parity.trace(*pair, *inputs()).steps if step.path == "core"] == [True]
     assert isolation.passed or name in ("lstm", "attention"), "the holder returns less than torch's"
     leaf = next(
         path for path in ("cell.dense_h.kernel", "hi.kernel", "dense_h.kernel", "query.kernel") if has(pair[1].core, path)
