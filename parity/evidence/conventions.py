@@ -4,7 +4,7 @@ Torch keeps channels behind the batch, Flax keeps them last; recurrent layers ma
 first or the second axis; a cell takes its state before or after its input.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,12 +72,20 @@ class Convention:
     Attributes:
         axes: of what carries values.
         arguments: Flax's path of an argument, by torch's; None leaves them in torch's order.
-        outputs: Flax's path of an output, by torch's; what is not named cannot be compared. None compares all.
+        outputs: Flax's path of an output, by torch's, for each way in which Flax may answer; what is not
+            named cannot be compared. None compares all.
     """
 
     axes: Axes = AS_IN_TORCH
     arguments: Mapping[str, str] | None = None
-    outputs: Mapping[str, str] | None = None
+    outputs: tuple[Mapping[str, str], ...] = ()
+
+    def names(self, flax_outputs: Iterable[str]) -> Mapping[str, str] | None:
+        """Flax's path of each output, by torch's, for what Flax returned; None compares all."""
+        known = set(flax_outputs)
+        return next(
+            (names for names in self.outputs if set(names.values()) <= known), self.outputs[0] if self.outputs else None
+        )
 
 
 def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
@@ -90,21 +98,20 @@ def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
     if kind in ("BatchNorm", "GroupNorm"):
         return Convention(channels_last())
     if name == "MultiheadAttention":
-        return Convention(time_first(torch_layer.settings("batch_first"), False), outputs={"[0]": ""})
+        return Convention(time_first(torch_layer.settings("batch_first"), False), outputs=({"[0]": ""},))
     if name in ("RNN", "GRU", "LSTM"):
-        return Convention(
-            time_first(torch_layer.settings("batch_first"), flax_layer.settings("time_major")),
-            {"args[0]": "args[0]"},
-            {"[0]": ""},
-        )
+        order = time_first(torch_layer.settings("batch_first"), flax_layer.settings("time_major"))
+        # Flax returns the outputs alone, or the state before them.
+        return Convention(order, {"args[0]": "args[0]"}, ({"[0]": ""}, {"[0]": "[1]"}))
     if name in ("RNNCell", "GRUCell"):
-        return Convention(arguments={"args[0]": "args[1]", "args[1]": "args[0]"}, outputs={"": "[1]"})
+        return Convention(arguments={"args[0]": "args[1]", "args[1]": "args[0]"}, outputs=({"": "[1]"},))
     if name == "LSTMCell":
         given = {"args[0]": "args[1]", "args[1][0]": "args[0][1]", "args[1][1]": "args[0][0]"}
-        return Convention(arguments=given, outputs={"[0]": "[1]", "[1]": "[0][0]"})
-    if row and row.flax.startswith("flax.nnx."):
-        return Convention()
-    return None
+        return Convention(arguments=given, outputs=({"[0]": "[1]", "[1]": "[0][0]"},))
+    if name == "PReLU" and torch_layer.settings("num_parameters") > 1:
+        return Convention(channels_last())
+    # What works element by element goes by what it is given.
+    return Convention() if name and name not in ("PReLU", "Dropout") else None
 
 
 def time_first(batch_first: Any, time_major: Any) -> Axes:

@@ -234,7 +234,8 @@ class Isolator:
             if not unlike:
                 break
             free |= unlike
-        trial.free = tuple(sorted(free | {name for name, _ in self.below(one) if name not in told}))
+        partly = {name for name, calls in told.items() if not all(self.answers_whole(call) for call, _ in calls)}
+        trial.free = tuple(sorted(free | partly | {name for name, _ in self.below(one) if name not in told}))
         trial.replies = {name: [c.output for c, _ in calls] for name, calls in answering.items()}
         self.collect(trial, run, answering)
         return trial
@@ -264,14 +265,19 @@ class Isolator:
         }
 
     def reply(self, one: ModuleCall) -> dict[str, np.ndarray]:
-        """What torch's module returned, by path in what Flax's returns."""
+        """What torch's module returned, by path in what Flax's returns, whichever way that answers."""
         axes, rule = self.axes_of(one), self.rule(one.path)
         found = {}
         for path, leaf in flatten(one.output, is_array):
-            where = rule.outputs.get(path) if rule and rule.outputs is not None else path
-            if is_array(leaf) and where is not None:
-                found[where] = axes.to_flax(leaf)
+            for where in (names.get(path) for names in rule.outputs) if rule and rule.outputs else [path]:
+                if is_array(leaf) and where is not None:
+                    found[where] = axes.to_flax(leaf)
         return found
+
+    def answers_whole(self, one: ModuleCall) -> bool:
+        """Whether torch's answer covers all that Flax's module returns, as far as the model's own run shows it."""
+        own = self.own.get((self.partners[one.path].path, one.call))
+        return own is None or all(path in self.reply(one) for path, leaf in flatten(own.output, is_array) if is_array(leaf))
 
     def axes_of(self, one: ModuleCall) -> Axes:
         """The order of axes in which a child is called: as shown, among those in which it is right."""
@@ -304,8 +310,9 @@ class Isolator:
         rule, axes = trial.rule, trial.axes
         outputs = dict(run.outputs)
         mine, plain = (dict(flatten(c.output, is_array)) for c in (trial.torch, trial.plain))
+        names = rule.names(outputs) if rule else None
         for path, leaf in mine.items():
-            where = rule.outputs.get(path) if rule and rule.outputs is not None else path
+            where = path if names is None else names.get(path)
             if where is None:
                 continue
             place = Place(None, 0, path)

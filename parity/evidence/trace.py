@@ -19,7 +19,6 @@ from parity.evidence.numerics import (
     largest_gap,
     same_specials,
     semantics_bound,
-    wide,
 )
 from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
@@ -140,8 +139,8 @@ def laid_out(one: Captured, rule: Convention, returned: Mapping[str, Any]) -> Ca
         return rule.axes.to_torch(value) if isinstance(value, np.ndarray) else value
 
     # What torch returns besides, Flax does not: it cannot be compared, and is no difference.
-    outputs = dict(returned) if rule.outputs is not None else {}
-    names = {flax: torch for torch, flax in (rule.outputs or {}).items()}
+    outputs = dict(returned) if rule.outputs else {}
+    names = {flax: torch for torch, flax in (rule.names(one.outputs) or {}).items()}
     outputs |= {names.get(path, path): turned(value) for path, value in one.outputs.items() if not names or path in names}
     inputs = {} if rule.arguments is not None else {number: turned(value) for number, value in one.inputs.items()}
     return replace(one, outputs=outputs, inputs=inputs)
