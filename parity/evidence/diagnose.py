@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from parity.errors import first_line
-from parity.evidence.hypotheses.suspect import Suspect, Variant
+from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation import Isolator
 from parity.evidence.precision import diagnose_precision
@@ -15,6 +15,8 @@ from parity.evidence.subject import Subject
 TOLD = 5
 # A weight that is off by one ulp differs by 2,700 times what rounding explains or more (see SEMANTICS_FACTOR).
 FAINT = 1000.0
+# Edits on top of which a second fault is looked for, and what one may leave of the difference to be among them.
+PAIRED, HELPFUL = 8, 0.95
 # Variants computed for one module: a large one must not be run for ever.
 BUDGET = 2000
 
@@ -87,6 +89,8 @@ class Search:
     def __init__(self, suspect: Suspect):
         self.suspect, self.tried = suspect, 0
         self.notes: list[str] = []
+        # Edits that make the difference smaller: what is left of it, the hypothesis, the variant.
+        self.helpful: list[tuple[float, str, Variant]] = []
 
     def run(self) -> list[Cause]:
         """The causes, best first."""
@@ -101,7 +105,26 @@ class Search:
             for hypothesis in HYPOTHESES:
                 if hypothesis.resort is resort:
                     causes += self.attempt(hypothesis)
+        if not any(cause.complete for cause in causes):
+            causes += self.in_pairs()
         return self.ranked(causes)
+
+    def in_pairs(self) -> list[Cause]:
+        """Two faults of one module at the same place: every hypothesis again, on top of the edits that help most."""
+        found: list[Cause] = []
+        helpful = sorted(self.helpful, key=lambda entry: entry[0])[:PAIRED]
+        for _, name, first in helpful:
+            assert isinstance(first.values, Edited)
+            self.suspect.base = first.values.edits
+            for hypothesis in HYPOTHESES:
+                for cause in () if hypothesis.resort else self.attempt(hypothesis):
+                    joined = f"{first.what}; and {cause.what}", f"{first.change}; and {cause.change}"
+                    text = (f"{name} and {cause.hypothesis}", cause.path, *joined)
+                    found.append(Cause(*text, cause.before, cause.after, cause.explains, cause.complete))
+            self.suspect.base = {}
+            if any(cause.complete for cause in found):
+                break
+        return found
 
     def ranked(self, causes: list[Cause]) -> list[Cause]:
         """What explains most first; then the smallest rest, where rests within rounding are alike; then the table's order."""
@@ -139,6 +162,9 @@ class Search:
         except Exception:
             # Torch refuses what the variant would do: then Flax cannot be doing it.
             return None
+        if isinstance(variant.values, Edited) and not self.suspect.base:
+            left = self.suspect.left_of(values)
+            self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []
         gone, sound = self.suspect.explained(values, variant.unit)
         if not gone or not sound:
             return None

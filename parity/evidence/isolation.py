@@ -4,8 +4,8 @@ A module that calls other modules gets torch's answers from them: what it comput
 children is seen whether they are right or wrong, and so is what it gives them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,88 +13,26 @@ import numpy as np
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, USUAL, Axes, Convention, convention
-from parity.evidence.numerics import (
-    SEMANTICS_FACTOR,
-    UNIT,
-    finite_scale,
-    identity,
-    largest_gap,
-    same_specials,
-    semantics_bound,
-)
-from parity.evidence.partners import Partner, known_names, partners
+from parity.evidence.judging import compared
+from parity.evidence.partners import known_names, partners
 from parity.evidence.result import Difference, Isolated, Isolation
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
-
-# A difference that large is no question of rounding: torch's float64 noise is not measured for it.
-GROSS = 1e6
-SHAKEN_RUNS = 3
-
-
-class NotComparableError(Exception):
-    """A pair cannot be run alone on the same numbers; the text says why."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value leaves a module's own code: an output, or an argument of a module below.
-
-    Attributes:
-        child: torch path of the module below; None for the module's own output.
-        call: which call of it within this one, from 0.
-        path: of the leaf, in torch's words.
-    """
-
-    child: str | None
-    call: int
-    path: str
-
-    def __str__(self) -> str:
-        if self.child is None:
-            return f"output {self.path}".rstrip()
-        return f"what it gives {self.child}" + (f", call {self.call + 1}" if self.call else "") + f": {self.path}"
-
-
-@dataclass
-class Trial:
-    """One call of one pair, run alone.
-
-    Attributes:
-        torch: the record of torch's float64 run.
-        plain: of its run in the dtype of the model.
-        partner: the Flax module.
-        axes: the order of axes in which Flax was run.
-        rule: the convention of the pair, None if the ledger knows none.
-        args: what Flax was given, and `kwargs`.
-        replies: of the modules below, in Flax's layout, by torch path.
-        expected: torch's values by place, in torch's layout.
-        noise: those of torch's run in the dtype of the model.
-        actual: Flax's values by place, in torch's layout; what has none, Flax did not produce.
-        free: children that ran for themselves, with the reason.
-        note: what a reader must know.
-        error: what Flax raised.
-    """
-
-    torch: ModuleCall
-    plain: ModuleCall
-    partner: Partner
-    axes: Axes = AS_IN_TORCH
-    rule: Convention | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    replies: dict[str, list[Any]] = field(default_factory=dict)
-    expected: dict[Place, Any] = field(default_factory=dict)
-    noise: dict[Place, Any] = field(default_factory=dict)
-    actual: dict[Place, Any] = field(default_factory=dict)
-    free: tuple[str, ...] = ()
-    note: str = ""
-    error: str = ""
-    bounds: dict[Place, float] = field(default_factory=dict)
-
-
-def is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)
+from parity.evidence.trial import (
+    Arguments,
+    NotComparableError,
+    Place,
+    Trial,
+    by_argument,
+    distance,
+    is_array,
+    refilled,
+    skeleton,
+    spoken,
+    turned,
+    turned_back,
+    values,
+)
 
 
 class Isolator:
@@ -344,9 +282,6 @@ class Isolator:
                 trial.actual[place] = turned_back(axes, leaf, mine[path])
 
 
-# ---------------------------------------------------------------------------------- what is run
-
-
 def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
     """Torch's calls in a dtype; None is that of the model.
 
@@ -393,96 +328,6 @@ def nearest_children(
     return found
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What a Flax module is given, with torch's values in it.
-
-    Attributes:
-        args: positional arguments, and `kwargs`.
-        sources: torch's path of each array, by Flax's.
-        kept: arrays for which torch has none: they are Flax's own.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    sources: dict[str, str]
-    kept: tuple[str, ...] = ()
-
-
-def by_argument(one: ModuleCall) -> dict[str, np.ndarray]:
-    """The arrays that a module is given, by their path in the call."""
-    return {spoken(path): leaf for path, leaf in flatten((one.args, dict(one.kwargs)), is_array) if is_array(leaf)}
-
-
-def refilled(one: ModuleCall, own: ModuleCall, axes: Axes, rule: Convention | None) -> Arguments:
-    """Flax's own arguments with torch's values in the places where they belong."""
-    mine = by_argument(one)
-    where = {flax: torch for torch, flax in (rule.arguments or {}).items()} if rule else {}
-    sources, kept = dict[str, str](), list[str]()
-
-    def fill(path: str, leaf: Any) -> Any:
-        if not is_array(leaf):
-            return leaf
-        name = spoken(path)
-        for source in [where[name]] if name in where else [name, *mine]:
-            array = mine.get(source)
-            if array is None or source in sources.values() or array.dtype.kind != leaf.dtype.kind:
-                continue
-            if axes.to_flax(array).shape == leaf.shape:
-                sources[name] = source
-                return axes.to_flax(array)
-        kept.append(name)
-        return leaf
-
-    args, kwargs = mapped(fill, (own.args, dict(own.kwargs)))
-    return Arguments(args, kwargs, sources, tuple(kept))
-
-
-def skeleton(one: ModuleCall, rule: Convention) -> ModuleCall:
-    """A call of a Flax layer as its rule lays it out, for a layer that is never seen called."""
-    mine = by_argument(one)
-    places: dict[str, Any] = {
-        flax: rule.axes.to_flax(mine[torch]) for torch, flax in (rule.arguments or {}).items() if torch in mine
-    }
-
-    def built(prefix: str) -> Any:
-        if prefix in places:
-            return places[prefix]
-        parts: list[Any] = []
-        while any(name.startswith(f"{prefix}[{len(parts)}]") for name in places):
-            parts.append(built(f"{prefix}[{len(parts)}]"))
-        return tuple(parts)
-
-    return ModuleCall(one.path, one.call, built("args"), {}, None, None)
-
-
-def spoken(path: str) -> str:
-    """The path of a leaf of (args, kwargs) in the words of a call: `args[0]`, `kwargs['mask']`."""
-    return f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}"
-
-
-def turned(axes: Axes, leaf: Any) -> Any:
-    return axes.to_flax(leaf) if is_array(leaf) else leaf
-
-
-def turned_back(axes: Axes, leaf: Any, expected: Any) -> Any:
-    """A Flax leaf in torch's order of axes, if that is what makes it fit."""
-    if not is_array(leaf) or not is_array(expected):
-        return leaf
-    back = axes.to_torch(leaf)
-    return back if back.shape == expected.shape or leaf.shape != expected.shape else leaf
-
-
-def values(tree: Any) -> Iterator[np.ndarray]:
-    """The floating point arrays of a tree."""
-    return (leaf for _, leaf in flatten(tree, is_array) if is_array(leaf) and leaf.dtype.kind == "f")
-
-
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    scale = finite_scale(b)
-    return largest_gap(a, b) / scale if scale else 0.0
-
-
 def isolate(subject: Subject) -> Isolation:
     """Run every pair of modules alone on what torch's was given.
 
@@ -490,119 +335,3 @@ def isolate(subject: Subject) -> Isolation:
         InputError: the torch model refuses its inputs.
     """
     return Isolator(subject).run()
-
-
-# ---------------------------------------------------------------------------------- how it is judged
-
-
-def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], float]:
-    """What differs between the two, place by place, and the largest difference over what rounding explains."""
-    if trial.error:
-        return (), float("inf")
-    trial.bounds = {p: bound(trial.noise.get(p), leaf) for p, leaf in trial.expected.items() if is_array(leaf)}
-    differences, worst = differing(trial, trial.actual)
-    if differences and worst < GROSS:
-        shaken = rounded_otherwise(trial, subject)
-        for place in trial.bounds:
-            own = max(
-                (largest_gap(r[place], trial.expected[place]) for r in shaken if fits(r.get(place), trial, place)), default=0
-            )
-            trial.bounds[place] += SEMANTICS_FACTOR * own
-        differences, worst = differing(trial, trial.actual)
-    return differences, worst
-
-
-def fits(found: Any, trial: Trial, place: Place) -> bool:
-    return is_array(found) and found.shape == trial.expected[place].shape
-
-
-def rounded_otherwise(trial: Trial, subject: Subject) -> list[dict[Place, Any]]:
-    """Torch's module again, with every intermediate result moved by at most half an ulp."""
-    return [
-        torch_again(trial, subject, watch=subject.torch.Shaken(UNIT, subject.seed * 101 + number))
-        for number in range(SHAKEN_RUNS)
-    ]
-
-
-def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, Any]:
-    """Torch's module run alone under changes, its children answering as they did; its values by place."""
-    one = replace(trial.torch, args=changes.pop("args", trial.torch.args), kwargs=changes.pop("kwargs", trial.torch.kwargs))
-    replies = changes.pop("replies", trial.replies)
-    with subject.torch.pinned():
-        run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, replies, **changes)
-    return at_places(trial, run)
-
-
-def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:
-    """The values of a torch run at the places that are compared."""
-    return {
-        place: run.outputs.get(place.path) if place.child is None else run.given.get((place.child, place.call, place.path))
-        for place in trial.expected
-    }
-
-
-def bound(noise: Any, expected: np.ndarray) -> float:
-    """What rounding explains between two float64 values of one place."""
-    plain = noise if is_array(noise) and noise.shape == expected.shape else expected
-    return semantics_bound(in_parts(plain), in_parts(expected))
-
-
-def in_parts(array: np.ndarray) -> np.ndarray:
-    """The array in float64, complex numbers as real and imaginary part on a last axis."""
-    wide: Callable[[np.ndarray], np.ndarray] = lambda a: np.asarray(a).astype(np.float64)  # noqa: E731
-    return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
-
-
-def differing(trial: Trial, actual: Mapping[Place, Any]) -> tuple[tuple[Difference, ...], float]:
-    """What differs between torch's values and others at the same places, worst first."""
-    found, worst = [], 0.0
-    for place in [*trial.expected, *(p for p in actual if p not in trial.expected)]:
-        difference, ratio = difference_at(place, trial, actual)
-        worst = max(worst, ratio)
-        found += [difference] if difference else []
-    return tuple(sorted(found, key=lambda d: -d.ratio)), worst
-
-
-def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tuple[Difference | None, float]:
-    def reason(text: str) -> tuple[Difference, float]:
-        return Difference(str(place), float("inf"), reason=text), float("inf")
-
-    if place not in actual or place not in trial.expected:
-        side, other = ("torch", "flax") if place in trial.expected else ("flax", "torch")
-        return reason(f"{side} has it, {other} has not")
-    mine, theirs = trial.expected[place], actual[place]
-    if not is_array(mine) or not is_array(theirs):
-        same = is_array(mine) == is_array(theirs) and bool(mine == theirs)
-        return (None, 0.0) if same else reason(f"expected (torch) {told(mine)}, actual (flax) {told(theirs)}")
-    if mine.shape != theirs.shape:
-        return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
-    if mine.dtype.kind in "biu" or theirs.dtype.kind in "biu":
-        wrong = mine.astype(np.float64) != theirs.astype(np.float64)
-        if not wrong.any():
-            return None, 0.0
-        at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
-        return Difference(str(place), float("inf"), *figures), float("inf")
-    a, b = in_parts(theirs), in_parts(mine)
-    special = same_specials(a, b)
-    if not special.all():
-        at = tuple(int(i) for i in np.argwhere(~special)[0])
-        count = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}"
-        return reason(f"{count}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}")
-    limit = trial.bounds[place]
-    result, _ = identity(a, b, limit)
-    if result.zero or result.ratio <= 1:
-        return None, result.ratio
-    with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.nan_to_num(np.abs(a - b), nan=0.0)
-    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
-    unit = UNIT.get(str(theirs.dtype), 0.0)
-    text = ""
-    if unit > UNIT["float64"] and mine.dtype == np.float64 and gap.max() <= SEMANTICS_FACTOR * unit * finite_scale(b):
-        text = f"Flax has {theirs.dtype} in a float64 run, torch float64: a cast or a dtype argument pins it"
-    figures = (int((gap > limit).sum()), gap.size, at, float(a[at]), float(b[at]))
-    return Difference(str(place), result.ratio, *figures, float(gap[at]), text), result.ratio
-
-
-def told(value: Any) -> str:
-    return f"an array {value.shape}" if is_array(value) else repr(value)

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Values
-from parity.evidence.isolation import Isolator, Place, Trial, is_array, torch_again
+from parity.evidence.isolation import Isolator
+from parity.evidence.judging import torch_again
 from parity.evidence.numerics import UNIT, Precision, largest_gap, precision, same_specials, wide
 from parity.evidence.result import Cause, Difference, Isolated, Isolation
 from parity.evidence.subject import JITTERED_RUNS, Subject
 from parity.evidence.trees import mapped
+from parity.evidence.trial import Place, Trial, is_array
 
 # What is left of a loss counts as gone below so many times the noise of torch's own module.
 GONE = 1.0

@@ -10,7 +10,8 @@ import numpy as np
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
 from parity.evidence.conventions import USUAL, Convention, convention
-from parity.evidence.isolation import in_parts, is_array, isolate
+from parity.evidence.isolation import isolate
+from parity.evidence.judging import in_parts
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -23,6 +24,7 @@ from parity.evidence.numerics import (
 from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
+from parity.evidence.trial import is_array
 from parity.weights.paths import Rename
 
 # Cosine above which two arrays are taken for the same values in another order of axes.

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from parity.evidence.hypotheses.suspect import Suspect, Variant
-from parity.evidence.isolation import is_array
 from parity.evidence.numerics import same_bits
+from parity.evidence.trial import is_array
 
 
 def random_numbers(suspect: Suspect) -> Iterator[Variant]:

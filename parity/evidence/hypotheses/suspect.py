@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Operation
-from parity.evidence.isolation import Isolator, Place, Trial, bound, by_argument, in_parts, is_array, torch_again
+from parity.evidence.isolation import Isolator
+from parity.evidence.judging import bound, in_parts, torch_again
 from parity.evidence.numerics import finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
+from parity.evidence.trial import Place, Trial, by_argument, is_array
 from parity.weights.leaf import Layer, Leaf, gathered
 from parity.weights.pairing import Pair
 
@@ -19,6 +21,9 @@ from parity.weights.pairing import Pair
 GONE = 10.0
 # Nothing is called explained unless the difference falls by as much: a better fit is no cause.
 FALL = 1e-4
+
+# How many operations of a kind are tried one by one; beyond that only all of them together.
+ALONE = 8
 
 Values = Mapping[Place, Any]
 # An edit of one operation: its number, the edit's name, its settings.
@@ -55,6 +60,9 @@ class Suspect:
         self.isolator, self.trial, self.subject = isolator, trial, isolator.subject
         self.torch_layer: Layer = isolator.torch_layers[trial.torch.path]
         self.flax_layer: Layer = isolator.flax_layers[trial.partner.path]
+        # Weights that are known to be Flax's own, and edits taken for granted: hypotheses are tried on top of them.
+        self.baseline: Mapping[str, np.ndarray] = {}
+        self.base: Edits = {}
         self.before = {place: self.ratio(place, trial.expected.get(place)) for place in {**trial.expected, **trial.actual}}
         self.differing = [
             place for place, ratio in self.before.items() if (ratio > 1 if differing is None else str(place) in differing)
@@ -131,20 +139,17 @@ class Suspect:
 
     def again(self, edits: Edits | None = None, **changes: Any) -> Values:
         """Torch's module once more, with operations edited, other arguments, other weights or in train mode."""
-        if edits is not None:
+        edits = {**self.base, **(edits or {})}
+        if edits:
             changes["watch"] = self.subject.torch.Edited(edits)
         weights = changes.pop("weights", None)
         if weights is not None or self.baseline:
             changes["weights"] = {**self.baseline, **(weights or {})}
         return torch_again(self.trial, self.subject, **changes)
 
-    # Weights that are known to be Flax's own: later hypotheses are tried on top of them.
-    baseline: Mapping[str, np.ndarray] = {}
-
-    def edited(self, chosen: Iterable[Operation], edit: str, **settings: Any) -> Callable[[], Values]:
+    def edited(self, chosen: Iterable[Operation], edit: str, **settings: Any) -> "Edited":
         """The module with one edit at each of the chosen operations."""
-        edits = {op.number: (edit, settings) for op in chosen}
-        return lambda: self.again(edits)
+        return Edited(self, {op.number: (edit, settings) for op in chosen})
 
     def flax_again(self, **changes: Any) -> Values:
         """Flax's module once more on the same arguments, at the places that are its own outputs."""
@@ -193,6 +198,13 @@ class Suspect:
         row = np.concatenate(rows) if rows else np.zeros(0)
         return row if np.isfinite(row).all() else np.zeros(0)
 
+    def left_of(self, values: Values) -> float:
+        """The share of the difference that is left, in the mean square; infinite if shapes or NaN do not fit."""
+        before, after = self.residual(self.trial.expected), self.residual(values)
+        if not after.size or after.shape != before.shape:
+            return float("inf")
+        return float(np.linalg.norm(after) / (np.linalg.norm(before) or 1.0))
+
     def solved(self, values: Callable[[float], Values], start: Sequence[float]) -> float | None:
         """The number for which the difference is gone, found from the best of some; None if there is none.
 
@@ -215,6 +227,38 @@ class Suspect:
             if abs(move) < 1e-13:
                 break
         return best if norm(self.residual(values(best))) < size else None
+
+
+@dataclass(frozen=True)
+class Edited:
+    """What torch's module computes with some operations edited.
+
+    Attributes:
+        suspect: the pair.
+        edits: by number of the operation.
+    """
+
+    suspect: Suspect
+    edits: Edits
+
+    def __call__(self) -> Values:
+        return self.suspect.again(self.edits)
+
+
+def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]:
+    """All operations of a kind together, those of one shape together, and each alone; with words that tell which."""
+    all_ = list(chosen)
+    yield "", all_
+    if len(all_) < 2:
+        return
+    shapes: dict[Any, list[Operation]] = {}
+    for op in all_:
+        shapes.setdefault((op.shapes, op.shape), []).append(op)
+    for shape, those in shapes.items():
+        if 1 < len(those) < len(all_):
+            yield f" where it takes {shape[0][0]}", those
+    for number, op in enumerate(all_ if len(all_) <= ALONE else []):
+        yield f" (number {number + 1} of {len(all_)})", [op]
 
 
 STEPS = 25

@@ -4,7 +4,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from parity.errors import InputError
-from parity.evidence.hypotheses import mode, operations, parameters, tensors
+from parity.evidence.hypotheses import (
+    activations,
+    attention,
+    mode,
+    norms,
+    orders,
+    parameters,
+    rounding,
+    sums,
+    tensors,
+    windows,
+)
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 
 
@@ -30,27 +41,27 @@ WEIGHTS = Hypothesis("weights", parameters.not_torchs)
 # In the order in which causes that fit equally well are told: the simplest and likeliest first.
 HYPOTHESES: list[Hypothesis] = [
     Hypothesis("dropout left on", mode.random_numbers),
-    Hypothesis("epsilon", operations.epsilon),
-    Hypothesis("variance", operations.variance),
-    Hypothesis("train mode", operations.batch_statistics),
+    Hypothesis("epsilon", norms.epsilon),
+    Hypothesis("variance", norms.variance),
+    Hypothesis("train mode", norms.batch_statistics),
     Hypothesis("running statistics", parameters.statistics),
-    Hypothesis("activation", operations.activation),
-    Hypothesis("softmax scale", operations.softmax_scale),
-    Hypothesis("mask", operations.masking),
-    Hypothesis("fully hidden rows", operations.hidden_rows),
+    Hypothesis("activation", activations.activation),
+    Hypothesis("softmax scale", attention.softmax_scale),
+    Hypothesis("mask", attention.masking),
+    Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
-    Hypothesis("order of heads", operations.heads),
-    Hypothesis("flatten order", operations.flattened),
-    Hypothesis("order of pieces", operations.pieces),
+    Hypothesis("order of heads", orders.heads),
+    Hypothesis("flatten order", orders.flattened),
+    Hypothesis("order of pieces", orders.pieces),
     Hypothesis("fused projection", parameters.per_head),
     Hypothesis("gates", parameters.gate_order),
     Hypothesis("bias", parameters.bias),
     Hypothesis("kernel layout", parameters.transposed_in_code),
-    Hypothesis("convolution", operations.convolving),
-    Hypothesis("pooling", operations.pooling),
-    Hypothesis("resizing", operations.resizing),
-    Hypothesis("axis", operations.softmax_axis),
+    Hypothesis("convolution", windows.convolving),
+    Hypothesis("pooling", windows.pooling),
+    Hypothesis("resizing", windows.resizing),
+    Hypothesis("axis", orders.softmax_axis),
     Hypothesis("weight norm", parameters.weight_norm),
     Hypothesis("scale", parameters.unused),
     Hypothesis("norm placement", tensors.norm_placement),
@@ -58,10 +69,10 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("factor", tensors.factor),
     Hypothesis("another value", tensors.another_value),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
-    Hypothesis("terms", operations.summing),
+    Hypothesis("terms", sums.summing),
     Hypothesis("order of axes", tensors.axes, resort=True),
-    Hypothesis("precision", operations.precision, resort=True),
-    Hypothesis("size of rounding", operations.size_of_rounding, resort=True),
+    Hypothesis("precision", rounding.precision, resort=True),
+    Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
-from parity.evidence.isolation import Place, by_argument, is_array
+from parity.evidence.trial import Place, by_argument, is_array
 
 
 def floats(suspect: Suspect) -> list[Place]:

@@ -11,7 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evidence_pairs import FlaxCore, FlaxTwo, altered, attention, attention_inputs, block, low_variance, normal, two
-from fault_pairs import PLANTED, FlaxPreNorm, TorchPreNorm, X, Y, held
+from fault_pairs import (
+    ONE_HIDDEN,
+    PLANTED,
+    SEQUENCES,
+    SOME,
+    FlaxPreNorm,
+    TorchPreNorm,
+    X,
+    Y,
+    attending,
+    held,
+    torch_attend,
+)
 from flax import nnx
 from torch import nn
 
@@ -74,6 +86,25 @@ def test_faults_at_two_places_of_one_module_are_both_told():
 
     found = parity.diagnose(*held(TorchPreNorm(), Twice("", nnx.Rngs(0)), "pre"), X, Y)
     assert causes(found) == {"core": ["norm placement", "residual"]}, str(found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "inputs", "names"),
+    [
+        (attending(lambda s: s * 2, lambda m: jnp.roll(m, 1, -1)), (*SEQUENCES, SOME), {"softmax scale", "mask"}),
+        (attending(lambda s: s / 2, lambda m: m.swapaxes(-1, -2), -1e30), (*SEQUENCES, ONE_HIDDEN), None),
+    ],
+    ids=["scale and mask", "beyond two"],
+)
+def test_two_faults_at_one_place_are_told_together(wrong, inputs, names):
+    found = parity.diagnose(*held(torch_attend, wrong, "two at one place"), *inputs)
+    assert [fault.path for fault in found.isolation.faults] == ["core"]
+    if names is None:
+        assert not found.causes and found.unexplained
+        return
+    assert set(found.causes[0].hypothesis.split(" and ")) == names, str(found)
+    assert found.causes[0].complete and found.causes[0].after <= 10
+    assert "; and " in found.causes[0].what and "; and " in found.causes[0].change
 
 
 def test_faults_that_cancel_each_have_their_cause():
