@@ -73,12 +73,14 @@ class Convention:
         axes: of what carries values.
         arguments: Flax's path of an argument, by torch's; None leaves them in torch's order.
         outputs: Flax's path of an output, by torch's, for each way in which Flax may answer; what is not
-            named cannot be compared. None compares all.
+            named cannot be compared. Empty compares all.
+        rewritten: the arrays that torch's layer is given, by path, as they are in Flax where it wants one for several.
     """
 
     axes: Axes = AS_IN_TORCH
     arguments: Mapping[str, str] | None = None
     outputs: tuple[Mapping[str, str], ...] = ()
+    rewritten: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]] = dict
 
     def names(self, flax_outputs: Iterable[str]) -> Mapping[str, str] | None:
         """Flax's path of each output, by torch's, for what Flax returned; None compares all."""
@@ -98,7 +100,8 @@ def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
     if kind in ("BatchNorm", "GroupNorm"):
         return Convention(channels_last())
     if name == "MultiheadAttention":
-        return Convention(time_first(torch_layer.settings("batch_first"), False), outputs=({"[0]": ""},))
+        order = time_first(torch_layer.settings("batch_first"), False)
+        return Convention(order, outputs=({"[0]": ""},), rewritten=one_mask)
     if name in ("RNN", "GRU", "LSTM"):
         order = time_first(torch_layer.settings("batch_first"), flax_layer.settings("time_major"))
         # Flax returns the outputs alone, or the state before them.
@@ -112,6 +115,35 @@ def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
         return Convention(channels_last())
     # What works element by element goes by what it is given.
     return Convention() if name and name not in ("PReLU", "Dropout") else None
+
+
+# Where nnx.MultiHeadAttention takes its mask. True shows.
+MASK = "kwargs['mask']"
+
+
+def one_mask(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The two masks of torch's attention, in which True or minus infinity hides, as the one of Flax, in which True shows."""
+    padding = next((given[p] for p in ("kwargs['key_padding_mask']", "args[3]") if p in given), None)
+    pairs = next((given[p] for p in ("kwargs['attn_mask']", "args[5]") if p in given), None)
+    if any(mask is not None and adds(mask) for mask in (padding, pairs)):
+        return dict(given)
+    shown = np.ones((1, 1, 1, 1), bool)
+    if padding is not None:
+        shown = shown & ~hides(padding).reshape(-1, 1, 1, padding.shape[-1])
+    if pairs is not None:
+        batch = next(iter(given.values())).shape[0] if pairs.ndim == 3 else 1
+        shown = shown & ~hides(pairs).reshape(batch, -1, *pairs.shape[-2:])
+    masks = ("kwargs['key_padding_mask']", "kwargs['attn_mask']", "args[3]", "args[5]")
+    return {**{path: array for path, array in given.items() if path not in masks}, MASK: shown}
+
+
+def hides(mask: np.ndarray) -> np.ndarray:
+    return mask if mask.dtype == bool else mask < -1e3
+
+
+def adds(mask: np.ndarray) -> bool:
+    """Whether a mask is numbers that are added, of which no switch can be made."""
+    return mask.dtype != bool and bool(((mask != 0) & ~hides(mask)).any())
 
 
 def time_first(batch_first: Any, time_major: Any) -> Axes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
-from parity.evidence.conventions import AS_IN_TORCH, USUAL, Axes, Convention, convention
+from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.judging import compared
 from parity.evidence.partners import known_names, partners
 from parity.evidence.result import Difference, Isolated, Isolation
@@ -26,6 +26,7 @@ from parity.evidence.trial import (
     by_argument,
     distance,
     is_array,
+    like,
     refilled,
     skeleton,
     spoken,
@@ -230,15 +231,16 @@ class Isolator:
         """
         mine = dict(flatten((one.args, dict(one.kwargs)), is_array))
         own = self.own.get((self.partners[one.path].path, one.call))
+        plain_call = rule is None or (rule.arguments is None and rule.rewritten is dict)
         alike = own is None or set(mine) == {path for path, _ in flatten((own.args, dict(own.kwargs)), is_array)}
-        if alike and (rule is None or rule.arguments is None):
+        if alike and plain_call:
             args, kwargs = mapped(lambda _, leaf: turned(axes, leaf), (one.args, dict(one.kwargs)))
             return Arguments(args, kwargs, {spoken(path): spoken(path) for path, leaf in mine.items() if is_array(leaf)})
         if own is None:
             assert rule is not None
             own = skeleton(one, rule)
         found = refilled(one, own, axes, rule)
-        if any(is_array(leaf) for leaf in mine.values()) and not found.sources:
+        if any(is_array(leaf) for leaf in mine.values()) and not set(found.sources) - {MASK}:
             shapes = ", ".join(str(leaf.shape) for leaf in mine.values() if is_array(leaf))
             raise NotComparableError(f"torch gives it {shapes}, Flax nothing of such shapes")
         return found
@@ -265,18 +267,24 @@ class Isolator:
 
     def collect_given(self, trial: Trial, run: Alone, name: str, number: int, call: ModuleCall) -> None:
         """What the module gives one call of a child, on both sides."""
-        mine, plain = by_argument(call), by_argument(self.plain[call.key]) if call.key in self.plain else {}
+        rule = trial.child_rules[name] = self.rule(name)
+        mine = by_argument(call, rule)
+        plain = by_argument(self.plain[call.key], rule) if call.key in self.plain else {}
         first, flax_path = self.axes_of(call), self.partners[name].path
         for axes in [first, *(other for other in self.right.get(name, []) if other != first)]:
             try:
-                wanted = self.arguments(call, axes, self.rule(name))
+                wanted = self.arguments(call, axes, rule)
             except NotComparableError:
                 return
             given = {torch: run.given.get((flax_path, number, flax)) for flax, torch in wanted.sources.items()}
-            if all(getattr(leaf, "shape", None) == axes.to_flax(mine[path]).shape for path, leaf in given.items()):
+            if all(getattr(leaf, "shape", None) == axes.to_flax(mine[p]).shape for p, leaf in given.items() if p != MASK):
                 break
         for path, leaf in given.items():
             place = Place(name, number, path)
+            if path == MASK:
+                trial.expected[place] = like(mine[path], leaf) if is_array(leaf) else mine[path]
+                trial.actual |= {place: like(leaf.astype(bool), mine[path])} if is_array(leaf) else {}
+                continue
             trial.expected[place], trial.noise[place] = mine[path], plain.get(path)
             if leaf is not None:
                 trial.actual[place] = turned_back(axes, leaf, mine[path])

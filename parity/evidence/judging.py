@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Alone
+from parity.evidence.conventions import MASK
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -18,7 +19,7 @@ from parity.evidence.numerics import (
 )
 from parity.evidence.result import Difference
 from parity.evidence.subject import Subject
-from parity.evidence.trial import Place, Trial, is_array
+from parity.evidence.trial import Place, Trial, is_array, like
 
 # A difference that large is no question of rounding: torch's float64 noise is not measured for it.
 GROSS = 1e6
@@ -66,10 +67,20 @@ def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, A
 
 def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:
     """The values of a torch run at the places that are compared."""
-    return {
-        place: run.outputs.get(place.path) if place.child is None else run.given.get((place.child, place.call, place.path))
-        for place in trial.expected
-    }
+    given: dict[tuple[str, int], dict[str, Any]] = {}
+    for (child, call, path), value in run.given.items():
+        given.setdefault((child, call), {})[path] = value
+    for (child, call), arrays in given.items():
+        rule = trial.child_rules.get(child)
+        given[child, call] = rule.rewritten(arrays) if rule else arrays
+    found = {}
+    for place, mine in trial.expected.items():
+        if place.child is None:
+            found[place] = run.outputs.get(place.path)
+            continue
+        value = given.get((place.child, place.call), {}).get(place.path)
+        found[place] = like(value, mine) if place.path == MASK and is_array(value) and is_array(mine) else value
+    return found
 
 
 def bound(noise: Any, expected: np.ndarray) -> float:

@@ -47,8 +47,15 @@ def partners(
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
     alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found]
-    alone += [f"{path} (flax only)" for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken]
+    # What a layer of the ledger is made of inside is that layer's own business.
+    whole = tuple(f"{b.path}." for a, b in found.items() if a and ruled(torch_layers.get(a), flax_layers.get(b.path)))
+    theirs = [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken]
+    alone += [f"{path} (flax only)" for path in theirs if not path.startswith(whole or "\0")]
     return found, tuple(alone)
+
+
+def ruled(mine: Layer | None, theirs: Layer | None) -> bool:
+    return mine is not None and theirs is not None and row_of(mine.kinds, theirs.kinds) is not None
 
 
 def known_names(subject: Subject, wanted: Iterable[str]) -> dict[str, str]:
@@ -109,10 +116,10 @@ def left_over(calls: list[ModuleCall], parent: str, paired: set[str]) -> list[st
 
 def kindred(mine: Layer | None, theirs: Layer | None) -> bool:
     """Whether two modules may stand for each other: a row of the ledger, or like names of classes."""
+    if ruled(mine, theirs):
+        return True
     if mine is None or theirs is None:
         return False
-    if row_of(mine.kinds, theirs.kinds) is not None:
-        return True
     a, b = (simple(kinds[0]) for kinds in (mine.kinds, theirs.kinds))
     return a in b or b in a
 

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from parity.evidence.calls import ModuleCall
-from parity.evidence.conventions import AS_IN_TORCH, Axes, Convention
+from parity.evidence.conventions import AS_IN_TORCH, MASK, Axes, Convention
 from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.partners import Partner
 from parity.evidence.trees import flatten, mapped
@@ -55,6 +55,8 @@ class Trial:
         free: children that ran for themselves, with the reason.
         note: what a reader must know.
         error: what Flax raised.
+        bounds: what rounding explains at each place.
+        child_rules: how the modules below are called, by torch path.
     """
 
     torch: ModuleCall
@@ -72,6 +74,7 @@ class Trial:
     note: str = ""
     error: str = ""
     bounds: dict[Place, float] = field(default_factory=dict)
+    child_rules: dict[str, Convention | None] = field(default_factory=dict)
 
 
 def is_array(value: Any) -> TypeGuard[np.ndarray]:
@@ -94,14 +97,15 @@ class Arguments:
     kept: tuple[str, ...] = ()
 
 
-def by_argument(one: ModuleCall) -> dict[str, np.ndarray]:
-    """The arrays that a module is given, by their path in the call."""
-    return {spoken(path): leaf for path, leaf in flatten((one.args, dict(one.kwargs)), is_array) if is_array(leaf)}
+def by_argument(one: ModuleCall, rule: Convention | None = None) -> dict[str, np.ndarray]:
+    """The arrays that a module is given, by their path in the call, as its rule lays them out."""
+    found = {spoken(path): leaf for path, leaf in flatten((one.args, dict(one.kwargs)), is_array) if is_array(leaf)}
+    return rule.rewritten(found) if rule else found
 
 
 def refilled(one: ModuleCall, own: ModuleCall, axes: Axes, rule: Convention | None) -> Arguments:
     """Flax's own arguments with torch's values in the places where they belong."""
-    mine = by_argument(one)
+    mine = by_argument(one, rule)
     where = {flax: torch for torch, flax in (rule.arguments or {}).items()} if rule else {}
     sources, kept = dict[str, str](), list[str]()
 
@@ -109,6 +113,9 @@ def refilled(one: ModuleCall, own: ModuleCall, axes: Axes, rule: Convention | No
         if not is_array(leaf):
             return leaf
         name = spoken(path)
+        if name == MASK and MASK in mine:
+            sources[MASK] = MASK
+            return like(mine[MASK], leaf).astype(leaf.dtype)
         for source in [where[name]] if name in where else [name, *mine]:
             array = mine.get(source)
             if array is None or source in sources.values() or array.dtype.kind != leaf.dtype.kind:
@@ -120,7 +127,18 @@ def refilled(one: ModuleCall, own: ModuleCall, axes: Axes, rule: Convention | No
         return leaf
 
     args, kwargs = mapped(fill, (own.args, dict(own.kwargs)))
+    if MASK in mine and MASK not in sources and not mine[MASK].all():
+        # Torch's module hides something where Flax's is told of nothing.
+        kwargs, sources[MASK] = {**kwargs, "mask": mine[MASK]}, MASK
     return Arguments(args, kwargs, sources, tuple(kept))
+
+
+def like(mask: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """A mask in the shape of another, where it can be broadcast to it."""
+    try:
+        return np.broadcast_to(mask, np.broadcast_shapes(mask.shape, other.shape))
+    except ValueError:
+        return mask
 
 
 def skeleton(one: ModuleCall, rule: Convention) -> ModuleCall:
@@ -138,6 +156,8 @@ def skeleton(one: ModuleCall, rule: Convention) -> ModuleCall:
             parts.append(built(f"{prefix}[{len(parts)}]"))
         return tuple(parts)
 
+    if rule.arguments is None:
+        return ModuleCall(one.path, one.call, tuple(turned(rule.axes, leaf) for leaf in one.args), {}, None, None)
     return ModuleCall(one.path, one.call, built("args"), {}, None, None)
 
 

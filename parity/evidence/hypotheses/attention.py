@@ -143,7 +143,7 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
         yield Variant(f"the mask is added twice{where}", "add it once", suspect.edited(chosen, "twice", operand=1))
 
 
-FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6, 0.0)
+FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6)
 
 
 def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:

@@ -43,6 +43,11 @@ def way_of(weight: Weight, suspect: Suspect) -> str:
     for other in suspect.weights:
         if other.path != weight.path and other.torch.shape == theirs.shape and np.array_equal(other.torch, theirs):
             return f"Flax has torch's {other.path} there"
+    if len(weight.pairs) > 1:
+        blocks = [Weight(one.source.path, [one]) for one in weight.pairs]
+        told = [f"{block.path.rpartition('.')[2]}: {way_of(block, suspect)}" for block in blocks if not block.equal]
+        if all(not sentence.endswith(": ") for sentence in told):
+            return "; ".join(told)
     for what, array in (*misread(weight), *reordered(mine, blocks_of(suspect, weight))):
         if array.shape == theirs.shape and np.array_equal(array, theirs):
             return what
@@ -64,11 +69,28 @@ def misread(weight: Weight) -> Iterator[tuple[str, np.ndarray]]:
     if mine.ndim == 2 and weight.raw is not None and weight.raw.size == mine.size:
         layout = weight.pairs[0].layout.inverse()
         yield "Flax's was reshaped where it must be transposed", np.asarray(layout.apply(mine.reshape(weight.raw.shape)))
+    if weight.raw is not None and weight.raw.ndim > mine.ndim:
+        yield from other_heads(weight)
     if mine.ndim > 2:
         yield from moved(mine)
         if weight.raw is not None:
             layout = weight.pairs[0].layout.inverse()
             yield "Flax's was reshaped where its axes must be moved", np.asarray(layout.apply(mine.reshape(weight.raw.shape)))
+
+
+def other_heads(weight: Weight) -> Iterator[tuple[str, np.ndarray]]:
+    """A Flax array with an axis for its heads, with heads and width, or other axes, exchanged."""
+    layout, pair = weight.pairs[0].layout, weight.pairs[0]
+    right, back = np.asarray(layout.apply(weight.torch)), layout.inverse()
+    for first, second in itertools.combinations(range(right.ndim), 2):
+        turned = right.swapaxes(first, second)
+        if turned.shape == right.shape:
+            yield f"axes {first} and {second} of Flax's {pair.target.path} are exchanged", np.asarray(back.apply(turned))
+        # The same memory read in the other order: (width, heads) where Flax has (heads, width).
+        for read in (turned.reshape(right.shape), right.reshape(turned.shape).swapaxes(first, second)):
+            if second == first + 1:
+                name = f"axes {first} and {second} of Flax's {pair.target.path}"
+                yield f"{name} were split in the other order", np.asarray(back.apply(read))
 
 
 def moved(mine: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -126,7 +148,8 @@ def count_of(weight: Weight) -> str:
 def scale_of(mine: np.ndarray, theirs: np.ndarray) -> float | None:
     size = float((mine.astype(np.float64) ** 2).sum())
     factor = float((mine.astype(np.float64) * theirs).sum()) / size if size else 0.0
-    return factor if factor and np.allclose(theirs, factor * mine, rtol=1e-6, atol=0) else None
+    near_one = abs(factor - 1) < 1e-4
+    return factor if factor and not near_one and np.allclose(theirs, factor * mine, rtol=1e-6, atol=0) else None
 
 
 # ---------------------------------------------------------------- the arrays are the same, the code is not

@@ -291,13 +291,18 @@ class Weight:
     @cached_property
     def torch(self) -> np.ndarray:
         """Torch's array."""
-        blocks = [(p.source, p.source.read()) for p in self.pairs]
-        return gathered(blocks)[self.path]
+        return self.whole([p.source.read() for p in self.pairs])
 
     @cached_property
     def flax(self) -> np.ndarray:
         """Flax's, in torch's layout."""
-        return gathered([(p.source, np.asarray(p.layout.inverse().apply(p.target.read()))) for p in self.pairs])[self.path]
+        return self.whole([np.asarray(p.layout.inverse().apply(p.target.read())) for p in self.pairs])
+
+    def whole(self, blocks: list[np.ndarray]) -> np.ndarray:
+        """The blocks of the array put together; a lone one as it is."""
+        if len(blocks) == 1:
+            return blocks[0]
+        return gathered([(p.source, block) for p, block in zip(self.pairs, blocks, strict=True)])[self.path]
 
     @cached_property
     def raw(self) -> np.ndarray | None:

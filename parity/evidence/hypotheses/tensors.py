@@ -33,36 +33,57 @@ def known_values(suspect: Suspect) -> list[tuple[str, np.ndarray]]:
 def another_value(suspect: Suspect) -> Iterator[Variant]:
     """What stands there is another value that the module has at hand."""
     known = known_values(suspect)
+    for source, places in by_source(suspect, known).items():
+        shape = suspect.trial.expected[places[0]].shape
+        for name, array in known:
+            if array.shape == shape and name != source:
+                here = f" in place of {source}" if source else ""
+                change = f"give it {source or 'what torch does'}"
+                yield Variant(f"{listed(places)} is {name}{here}", change, at_all(dict.fromkeys(places, array)))
+                for place in places if len(places) > 1 else ():
+                    yield Variant(f"{place} is {name}{here}", change, at(place, array))
+
+
+def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str, list[Place]]:
+    """The differing places by the name of what stands there in torch, '' for what has none, one by one."""
+    found: dict[str, list[Place]] = {}
+    nameless = []
     for place in floats(suspect):
         mine = suspect.trial.expected[place]
         source = next((name for name, array in known if array.shape == mine.shape and np.array_equal(array, mine)), "")
-        for name, array in known:
-            if array.shape == mine.shape and not np.array_equal(array, mine):
-                here = f" in place of {source}" if source else ""
-                yield Variant(f"{place} is {name}{here}", f"give it {source or 'what torch does'}", at(place, array))
+        if source:
+            found.setdefault(source, []).append(place)
+        else:
+            nameless.append(place)
+    return found | ({"": nameless[:1]} if nameless else {})
+
+
+def listed(places: list[Place]) -> str:
+    return str(places[0]) + (f" (and {len(places) - 1} more)" if len(places) > 1 else "")
 
 
 def norm_placement(suspect: Suspect) -> Iterator[Variant]:
     """A module is given what a norm is given, not what the norm returns, or the other way round."""
     layers = suspect.isolator.torch_layers
-    norms = {
-        key: suspect.isolator.calls[key]
+    norms = [
+        suspect.isolator.calls[key]
         for key in suspect.isolator.children.get(suspect.trial.torch.key, ())
-        if any("norm" in kind.lower() for kind in layers[key[0]].kinds[:1])
-    }
-    for place in floats(suspect):
-        mine = suspect.trial.expected[place]
-        for (path, _), one in norms.items():
-            if not is_array(one.output) or not one.args or not is_array(one.args[0]) or place.child == path:
-                continue
-            for here, there, word in ((one.output, one.args[0], "before"), (one.args[0], one.output, "behind")):
-                if mine.shape == here.shape == there.shape and np.array_equal(mine, here):
-                    side = "what it is given" if word == "before" else "what it returns"
-                    yield Variant(
-                        f"{place} is taken {word} {path}: it is {side}",
-                        f"apply {path} where torch does",
-                        at(place, there),
-                    )
+        if "norm" in layers[key[0]].kinds[0].lower()
+    ]
+    for one in norms:
+        if not is_array(one.output) or not one.args or not is_array(one.args[0]):
+            continue
+        for here, there, word in ((one.output, one.args[0], "before"), (one.args[0], one.output, "behind")):
+            places = [
+                place
+                for place in floats(suspect)
+                if place.child != one.path and here.shape == there.shape == suspect.trial.expected[place].shape
+                if np.array_equal(suspect.trial.expected[place], here)
+            ]
+            for chosen in [places, *([p] for p in places if len(places) > 1)] if places else []:
+                side = "what that is given" if word == "before" else "what that returns"
+                what = f"{listed(chosen)} is taken {word} {one.path}: it is {side}"
+                yield Variant(what, f"apply {one.path} where torch does", at_all(dict.fromkeys(chosen, there)))
 
 
 def exchanged(suspect: Suspect) -> Iterator[Variant]:
@@ -81,16 +102,30 @@ def exchanged(suspect: Suspect) -> Iterator[Variant]:
 
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
-    """A value that torch adds is not added, or is added twice."""
+    """A value that torch adds is not added, is added twice, or another is added in its place."""
     known = known_values(suspect)
-    for place in floats(suspect):
-        mine = suspect.trial.expected[place]
-        for name, array in known:
-            if array.shape != mine.shape:
-                continue
-            if not np.array_equal(array, mine):
-                yield Variant(f"{place} lacks {name}: a residual is not added", f"add {name}", at(place, mine - array))
-            yield Variant(f"{place} has {name} once too often", f"add {name} once", at(place, mine + array))
+    expected = {place: suspect.trial.expected[place] for place in floats(suspect)}
+    for name, array in known:
+        same = {place: mine for place, mine in expected.items() if mine.shape == array.shape}
+        if same:
+            where = listed(list(same))
+            less = {place: mine - array for place, mine in same.items()}
+            yield Variant(f"{where} lacks {name}: a residual is not added", f"add {name}", at_all(less))
+            more = {place: mine + array for place, mine in same.items()}
+            yield Variant(f"{where} has {name} once too often", f"add {name} once", at_all(more))
+    for (name, array), (other, instead) in itertools.permutations(known, 2) if len(known) <= MANY else ():
+        same = {
+            place: mine - array + instead
+            for place, mine in expected.items()
+            if mine.shape == array.shape == instead.shape and not np.array_equal(mine, array)
+        }
+        if same:
+            what = f"{listed(list(same))} has {other} added where torch adds {name}"
+            yield Variant(what, f"add {name}", at_all(same))
+
+
+# Values at hand beyond which they are not tried in pairs.
+MANY = 16
 
 
 def factor(suspect: Suspect) -> Iterator[Variant]:
@@ -197,6 +232,11 @@ def reordered(suspect: Suspect, places: list[Place], chosen: list[int], order: n
         return {p: found[p][..., restored] if back and found[p].shape[-1] == order.size else found[p] for p in places}
 
     return values
+
+
+def at_all(found: Values) -> Callable[[], Values]:
+    """The values at some places, nothing said of others."""
+    return lambda: found
 
 
 def at(place: Place, value: np.ndarray) -> Callable[[], Values]:

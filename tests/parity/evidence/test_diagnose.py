@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from evidence_pairs import FlaxCore, FlaxTwo, altered, attention, attention_inputs, block, low_variance, normal, two
+from decoder_pair import FAULTS, decoder, sentences
+from evidence_pairs import FlaxCore, FlaxTwo, altered, attention, attention_inputs, block, low_variance, normal, one_ulp, two
 from fault_pairs import (
     ONE_HIDDEN,
     PLANTED,
@@ -41,6 +42,48 @@ def test_the_planted_cause_is_named_first(planted):
     assert planted.says in f"{first.what}; {first.change}", str(found)
     assert first.before > 1e3 and first.after <= 10
     assert not found.notes and not found.unexplained, str(found)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_in_a_whole_decoder_the_module_is_named_exactly_and_the_cause_first(fault):
+    path, cause, says = FAULTS[fault]
+    found = parity.diagnose(*decoder(fault), *sentences())
+    assert [one.path for one in found.isolation.faults] == [path], str(found)
+    assert found.causes[0].hypothesis == cause, str(found)
+    assert says in f"{found.causes[0].what}; {found.causes[0].change}", str(found)
+    assert not found.notes and not found.unexplained and not found.isolation.unpaired, str(found)
+
+
+def test_a_clean_decoder_has_no_cause():
+    found = parity.diagnose(*decoder(), *sentences())
+    assert found.passed and not found.causes and not found.isolation.unpaired, str(found)
+    assert all(one.status == "agrees" for one in found.isolation.modules)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change", "says"),
+    [
+        (
+            "layers.0.attn.out.kernel",
+            lambda a: a.swapaxes(0, 1),
+            "axes 0 and 1 of Flax's layers.0.attn.out.kernel",
+        ),
+        (
+            "layers.0.attn.query.kernel",
+            lambda a: a.reshape(16, 4, 4).swapaxes(1, 2),
+            "in_proj_weight[q]: axes 1 and 2",
+        ),
+        ("layers.0.attn.value.bias", lambda a: a * 0, "in_proj_bias[v]: in Flax it is 0 everywhere"),
+        ("layers.0.attn.value.kernel", one_ulp, "1 of 768 values of Flax's differ"),
+    ],
+    ids=["out", "query", "value bias", "one ulp"],
+)
+def test_weights_of_a_fused_attention_are_told_block_by_block(leaf, change, says):
+    torch_model, flax_model = decoder()
+    altered(flax_model, leaf, change)
+    found = parity.diagnose(torch_model, flax_model, *sentences())
+    assert [one.path for one in found.isolation.faults] == ["layers.0.attn"], str(found)
+    assert found.causes[0].hypothesis == "weights" and says in found.causes[0].what, str(found)
 
 
 # --------------------------------------------------------------- several faults
