@@ -80,7 +80,7 @@ def diagnose_subject(subject: Subject) -> Diagnosis:
             known = {cause.path for cause in losses}
             unexplained = [f"{fault.path or 'the model'}: precision" for fault in native.faults if fault.path not in known]
             isolation, causes = isolation if native.passed else native, losses
-    return Diagnosis(tuple(causes), isolation, tuple(unexplained), tried, tuple(notes))
+    return Diagnosis(tuple(causes), isolation, tuple(unexplained), tried, tuple(notes), subject.pairing.settings)
 
 
 class Search:

@@ -259,6 +259,7 @@ class Diagnosis:
         unexplained: wrong modules for which no hypothesis explains everything, with what is left.
         tried: how many variants were computed.
         notes: hypotheses that could not be tried, with the reason.
+        settings: what the ledger finds to disagree between layers, whether these inputs show it or not.
     """
 
     causes: tuple[Cause, ...]
@@ -266,6 +267,7 @@ class Diagnosis:
     unexplained: tuple[str, ...] = ()
     tried: int = 0
     notes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

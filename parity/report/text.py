@@ -220,13 +220,14 @@ def isolated_lines(one: "Isolated") -> list[str]:
 def diagnosis_text(diagnosis: "Diagnosis") -> str:
     """Each wrong module with what explains it."""
     isolation = diagnosis.isolation
+    settings = [f"  a setting differs: {sentence}" for sentence in diagnosis.settings]
     if not isolation.faults:
-        return isolation_text(isolation)
+        return "\n".join([isolation_text(isolation), *settings])
     lines = [wrong_modules(isolation)]
     for one in isolation.faults:
         lines += [*isolated_lines(one), *cause_lines(diagnosis.causes_of(one.path))]
     lines += [f"  no known cause: {sentence}" for sentence in diagnosis.unexplained]
-    lines += [f"  note: {note}" for note in diagnosis.notes]
+    lines += [*settings, *(f"  note: {note}" for note in diagnosis.notes)]
     return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
 
 

@@ -51,8 +51,8 @@ def parts(suspect: Suspect, place: Place, mine: np.ndarray) -> Iterator[Variant]
         for one in (spread, ~spread):
             if fits(one, mine):
                 found.setdefault(np.broadcast_to(one, mine.shape).tobytes(), (name, np.broadcast_to(one, mine.shape)))
-    for name, array in found.values():
-        yield Variant(f"{place} comes from {name} alone", "join all masks that torch joins", at(place, array))
+    for source, mask in found.values():
+        yield Variant(f"{place} comes from {source} alone", "join all masks that torch joins", at(place, mask))
     yield Variant(f"{place} shows everything", "pass the mask on", at(place, np.ones_like(mine)))
     yield Variant(f"{place} is False everywhere", "pass the mask on", at(place, np.zeros_like(mine)))
     for (one, a), (other, b) in itertools.permutations(found.values(), 2):

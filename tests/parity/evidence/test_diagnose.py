@@ -289,6 +289,13 @@ def test_a_diagnosis_is_plain_data_and_a_text():
     assert "change: set epsilon=1e-05" in text
 
 
+def test_a_setting_that_these_inputs_do_not_show_is_told():
+    wrong = nnx.BatchNorm(8, epsilon=1e-5, momentum=0.1, use_fast_variance=False, rngs=nnx.Rngs(0))
+    found = parity.diagnose(*held(nn.BatchNorm1d(8), wrong, "momentum"), normal(5, 8))
+    assert found.passed
+    assert "a setting differs: core: momentum=0.1 in torch, momentum=0.1 in Flax; set momentum=0.9" in str(found)
+
+
 def test_a_failing_comparison_tells_where_how_much_why_and_what_next():
     report = parity.compare(*attention("scale"), *attention_inputs(), modes="compiled")
     parts = [

@@ -26,6 +26,9 @@ from flax import nnx
 from torch import nn
 
 import parity
+from parity.evidence.conventions import MASK, one_mask
+from parity.evidence.isolation import isolate
+from parity.evidence.subject import Subject
 
 
 def isolated(pair: tuple[Any, Any], *inputs: Any, **options: Any) -> parity.Isolation:
@@ -543,6 +546,51 @@ def test_a_pair_that_cannot_be_called_alike_is_said_not_to_be_comparable():
     status = {one.path: one.status for one in isolation.modules}
     assert status["two.a"] == status["two.b"] == "agrees"
     assert not isolation.faults, str(isolation)
+    assert "two: not compared, the Flax model gives it (12,), torch (3, 4)" in str(isolation)
+
+
+def test_a_module_that_wants_more_than_torch_gives_is_said_not_to_be_comparable():
+    class Scaled(FlaxTwo):
+        def __init__(self, *, rngs):
+            super().__init__(rngs=rngs)
+            self.act = Stretched()
+
+        def __call__(self, x):
+            return self.a(jax.jit(lambda y: self.act(y, y * 0 + 1))(self.b(self.b(x))))
+
+    class Stretched(nnx.Module):
+        def __call__(self, x, factor):
+            return jax.nn.relu(x * factor)
+
+    isolation = isolated(two(Scaled), normal(3, 4))
+    (act,) = [one for one in isolation.modules if one.path == "act"]
+    assert act.status == "not comparable" and isolation.passed, str(isolation)
+    assert act.note.startswith("called alone as torch's module is called, Flax raises TypeError: ")
+    assert "missing 1 required positional argument: 'factor'" in act.note
+
+
+def test_what_both_sides_refuse_is_refused():
+    class Broken(TorchTwo):
+        def forward(self, x):
+            raise RuntimeError("half way")
+
+    subject = Subject(*two(torch_class=Broken), (normal(3, 4),), {}, gradients=False)
+    with pytest.raises(parity.InputError, match="the torch model refuses these inputs: RuntimeError: half way"):
+        isolate(subject)
+
+
+def test_masks_of_torchs_attention_become_the_one_of_flax():
+    padding, pairs = np.array([[0, 0, 1], [0, 0, 0]], bool), np.triu(np.ones((3, 3), bool), 1)
+    x = normal(2, 3, 8)
+    found = one_mask({"args[0]": x, "kwargs['key_padding_mask']": padding, "kwargs['attn_mask']": pairs})
+    assert set(found) == {"args[0]", MASK}
+    assert (found[MASK] == ~(padding[:, None, None, :] | pairs)).all()
+    # One for each head and batch entry, and minus infinity for True.
+    heads = np.where(np.stack([pairs] * 4), -np.inf, 0)
+    assert (one_mask({"args[0]": x, "args[5]": heads})[MASK] == ~np.broadcast_to(pairs, (2, 2, 3, 3))).all()
+    assert one_mask({"args[0]": x})[MASK].all()
+    added = {"args[0]": x, "kwargs['attn_mask']": np.full((3, 3), 0.5)}
+    assert one_mask(added) == added, "numbers that are added are no switch"
 
 
 def test_an_isolation_is_plain_data_and_leaves_the_models_alone():
