@@ -105,7 +105,7 @@ class Search:
             for hypothesis in HYPOTHESES:
                 if hypothesis.resort is resort:
                     causes += self.attempt(hypothesis)
-        if not any(cause.complete for cause in causes):
+        if self.left(causes):
             causes += self.in_pairs()
         return self.ranked(causes)
 

@@ -7,7 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from parity.evidence.hypotheses.suspect import Suspect, Values, Variant, Weight
+from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
+from parity.evidence.hypotheses.weight import Weight
 
 GATES = {"LSTM": "ifgo", "LSTMCell": "ifgo", "GRU": "rzn", "GRUCell": "rzn"}
 COPY = "copy it again with parity.transfer(torch_model, flax_model)"

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.weight import Weight
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import bound, in_parts, torch_again
 from parity.evidence.numerics import finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, by_argument, is_array
-from parity.weights.leaf import Layer, Leaf, gathered
+from parity.weights.leaf import Layer, Leaf
 from parity.weights.pairing import Pair
 
 # A difference that falls below so many times what rounding explains counts as gone: torch's module under
@@ -100,7 +101,7 @@ class Suspect:
         return [op for op in self.operations if op.name.rstrip("_").lstrip("_") in names or op.name in names]
 
     @cached_property
-    def weights(self) -> list["Weight"]:
+    def weights(self) -> list[Weight]:
         """The arrays of torch's module that no answering module below holds, each with Flax's in torch's layout."""
         answering = tuple(f"{name}." for name in self.trial.replies)
         found: dict[str, list[Pair]] = {}
@@ -270,46 +271,3 @@ def norm(row: np.ndarray) -> float:
 
 def under(path: str, owner: str) -> bool:
     return not owner or path.startswith(f"{owner}.")
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A torch array and Flax's counterpart.
-
-    Attributes:
-        path: of torch's array.
-        pairs: the leaves of which it is made up, as the transfer pairs them.
-    """
-
-    path: str
-    pairs: list[Pair]
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-    @cached_property
-    def torch(self) -> np.ndarray:
-        """Torch's array."""
-        return self.whole([p.source.read() for p in self.pairs])
-
-    @cached_property
-    def flax(self) -> np.ndarray:
-        """Flax's, in torch's layout."""
-        return self.whole([np.asarray(p.layout.inverse().apply(p.target.read())) for p in self.pairs])
-
-    def whole(self, blocks: list[np.ndarray]) -> np.ndarray:
-        """The blocks of the array put together; a lone one as it is."""
-        if len(blocks) == 1:
-            return blocks[0]
-        return gathered([(p.source, block) for p, block in zip(self.pairs, blocks, strict=True)])[self.path]
-
-    @cached_property
-    def raw(self) -> np.ndarray | None:
-        """Flax's as it lies, if it is one array."""
-        return self.pairs[0].target.read() if len(self.pairs) == 1 else None
-
-    @property
-    def equal(self) -> bool:
-        a, b = self.torch, self.flax
-        return bool(((a == b) | ((a != a) & (b != b))).all())

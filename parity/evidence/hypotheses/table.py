@@ -71,6 +71,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("residual", tensors.residual),
     Hypothesis("factor", sums.scaling),
     Hypothesis("another value", tensors.another_value),
+    Hypothesis("part of a value", tensors.part_of_a_value),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
     Hypothesis("terms", sums.summing),
     Hypothesis("order of axes", tensors.axes, resort=True),

@@ -44,6 +44,26 @@ def another_value(suspect: Suspect) -> Iterator[Variant]:
                     yield Variant(f"{place} is {name}{here}", change, at(place, array))
 
 
+def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
+    """Another position, or another summary, along one axis of a value: the first step for the last, a mean for a maximum."""
+    known = known_values(suspect)
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        for name, array in known:
+            for axis in range(array.ndim):
+                if array.shape[:axis] + array.shape[axis + 1 :] != mine.shape:
+                    continue
+                last = array.shape[axis] - 1
+                parts = {f"position {i}": np.take(array, i, axis) for i in range(min(last, MANY))}
+                parts["the last position"] = np.take(array, last, axis)
+                parts |= {"the mean": array.mean(axis), "the sum": array.sum(axis), "the maximum": array.max(axis)}
+                torchs = next((part for part, value in parts.items() if np.array_equal(value, mine)), "")
+                source = f"{torchs} there" if torchs else "what torch does"
+                for part, value in parts.items():
+                    if not np.array_equal(value, mine):
+                        yield Variant(f"{place} is {part} along axis {axis} of {name}", f"take {source}", at(place, value))
+
+
 def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str, list[Place]]:
     """The differing places by the name of what stands there in torch, '' for what has none, one by one."""
     found: dict[str, list[Place]] = {}

@@ -79,6 +79,10 @@ class Planted:
 
 def held(torch_core: Any, flax_core: Any, name: str, **options: Any) -> tuple[Any, Any]:
     torch_model, flax_model = draw(TorchHolder(torch_core), name), FlaxHolder(flax_core)
+    with torch.no_grad():
+        # Flax's layers of this kind have one bias.
+        for path, parameter in torch_model.named_parameters():
+            parameter.mul_(0 if path.endswith("bias_hh_l0") else 1)
     for path, buffer in torch_model.named_buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.from_numpy(random("buffer", path).uniform(0.5, 1.5, tuple(buffer.shape))))
@@ -606,6 +610,24 @@ def between(fault: str, cause: str, says: str) -> Planted:
     return Planted(fault, lambda: held(TorchPreNorm(), FlaxPreNorm(fault, nnx.Rngs(0)), "pre"), (X, Y), cause, says)
 
 
+class TorchLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+class FlaxLast(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.rnn = nnx.RNN(nnx.OptimizedLSTMCell(4, 6, rngs=rngs))
+        self.out = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.rnn(x)[:, 0])
+
+
 def torch_rotary(x, angle):
     a, b = x.chunk(2, -1)
     return x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
@@ -622,6 +644,13 @@ def flax_rotary(x, angle):
 ANGLE = np.tile(normal(1, 4, 4, name="angle"), 2)
 
 WIRING = [
+    Planted(
+        "first step",
+        lambda: held(TorchLast(), FlaxLast(nnx.Rngs(0)), "last"),
+        (normal(3, 5, 4),),
+        "part of a value",
+        "position 0 along axis 1 of what core.rnn returns at [0]; take the last position there",
+    ),
     between("norm", "norm placement", "taken before core.norm"),
     between("memory", "another value", "its own args[1]"),
     between("scale", "factor", "sqrt(8) times torch's"),

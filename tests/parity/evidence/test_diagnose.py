@@ -11,7 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoder_pair import FAULTS, decoder, sentences
-from evidence_pairs import FlaxCore, FlaxTwo, altered, attention, attention_inputs, block, low_variance, normal, one_ulp, two
+from evidence_pairs import (
+    FlaxCore,
+    FlaxTwo,
+    altered,
+    attention,
+    attention_inputs,
+    block,
+    draw,
+    low_variance,
+    normal,
+    one_ulp,
+    two,
+)
 from fault_pairs import (
     ONE_HIDDEN,
     PLANTED,
@@ -129,6 +141,21 @@ def test_faults_at_two_places_of_one_module_are_both_told():
 
     found = parity.diagnose(*held(TorchPreNorm(), Twice("", nnx.Rngs(0)), "pre"), X, Y)
     assert causes(found) == {"core": ["norm placement", "residual"]}, str(found)
+
+
+def test_functions_of_a_sequential_are_told_apart():
+    """In Flax they are no modules: each shows in what the model gives the module behind it."""
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
+    flax_layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(3)]
+    flax_model = nnx.Sequential(flax_layers[0], jax.nn.silu, flax_layers[1], jax.nn.gelu, flax_layers[2])
+    torch_model = draw(nn.Sequential(*layers), "sequential")
+    parity.transfer(torch_model, flax_model)
+    found = parity.diagnose(torch_model, flax_model, X)
+    told = {cause.explains: cause.what for cause in found.causes}
+    assert told == {
+        ("what it gives 2: args[0]",): "Flax computes silu where torch computes relu",
+        ("what it gives 4: args[0]",): "Flax computes tanh gelu where torch computes gelu",
+    }, str(found)
 
 
 @pytest.mark.parametrize(
