@@ -19,6 +19,7 @@ from parity.evidence.result import Difference, Isolated, Isolation
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import (
+    PLAIN,
     Arguments,
     NotComparableError,
     Place,
@@ -288,6 +289,18 @@ class Isolator:
             trial.expected[place], trial.noise[place] = mine[path], plain.get(path)
             if leaf is not None:
                 trial.actual[place] = turned_back(axes, leaf, mine[path])
+        for path, setting in plain_arguments(call).items() if rule is None else ():
+            theirs = run.given.get((flax_path, number, path))
+            # What stands there in Flax as an array, or not at all, may mean the same.
+            if type(theirs) is type(setting):
+                place = Place(name, number, path)
+                trial.expected[place], trial.actual[place] = setting, theirs
+
+
+def plain_arguments(one: ModuleCall) -> dict[str, Any]:
+    """The numbers and words that a module is given, by their path in the call."""
+    leaves = flatten((one.args, dict(one.kwargs)), is_array)
+    return {spoken(path): leaf for path, leaf in leaves if isinstance(leaf, PLAIN)}
 
 
 def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:

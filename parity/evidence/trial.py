@@ -12,6 +12,9 @@ from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.partners import Partner
 from parity.evidence.trees import flatten, mapped
 
+# What can be given to a module beside arrays and be compared.
+PLAIN = (bool, int, float, str)
+
 
 class NotComparableError(Exception):
     """A pair cannot be run alone on the same numbers; the text says why."""

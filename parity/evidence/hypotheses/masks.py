@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.tensors import at
-from parity.evidence.trial import Place, is_array
+from parity.evidence.trial import PLAIN, Place, is_array
 
 
 def given_masks(suspect: Suspect) -> Iterator[Variant]:
@@ -55,9 +55,9 @@ def parts(suspect: Suspect, place: Place, mine: np.ndarray) -> Iterator[Variant]
         yield Variant(f"{place} comes from {source} alone", "join all masks that torch joins", at(place, mask))
     yield Variant(f"{place} shows everything", "pass the mask on", at(place, np.ones_like(mine)))
     yield Variant(f"{place} is False everywhere", "pass the mask on", at(place, np.zeros_like(mine)))
-    for (one, a), (other, b) in itertools.permutations(found.values(), 2):
+    for (first, a), (second, b) in itertools.permutations(found.values(), 2):
         for joined in (a & b, a | b):
-            yield Variant(f"{place} joins {one} and {other} otherwise", "join the masks as torch does", at(place, joined))
+            yield Variant(f"{place} joins {first} and {second} otherwise", "join the masks as torch does", at(place, joined))
 
 
 def fits(one: np.ndarray, other: np.ndarray) -> bool:
@@ -80,6 +80,14 @@ def ids(suspect: Suspect) -> Iterator[Variant]:
                     f"{place} is moved by {step} along axis {axis}", "move it back", at(place, np.roll(mine, step, axis))
                 )
             yield Variant(f"{place} runs backwards along axis {axis}", "turn it round", at(place, np.flip(mine, axis)))
+
+
+def settings(suspect: Suspect) -> Iterator[Variant]:
+    """A number or a word, no array, that is not torch's."""
+    for place in suspect.differing:
+        mine, theirs = suspect.trial.expected.get(place), suspect.trial.actual.get(place)
+        if isinstance(mine, PLAIN) and isinstance(theirs, PLAIN):
+            yield Variant(f"{place} is {theirs!r} where torch gives {mine!r}", f"pass {mine!r}", at(place, theirs))
 
 
 def whole_numbers(suspect: Suspect, kinds: str) -> list[Place]:

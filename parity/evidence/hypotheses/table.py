@@ -51,6 +51,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("mask", attention.masking),
     Hypothesis("mask that is passed on", masks.given_masks),
     Hypothesis("ids", masks.ids),
+    Hypothesis("setting that is passed on", masks.settings),
     Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),

@@ -259,6 +259,6 @@ def at_all(found: Values) -> Callable[[], Values]:
     return lambda: found
 
 
-def at(place: Place, value: np.ndarray) -> Callable[[], Values]:
+def at(place: Place, value: Any) -> Callable[[], Values]:
     """The value at one place, nothing said of others."""
     return lambda: {place: value}

@@ -201,10 +201,10 @@ def alone(
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             outputs, arrays = body(*given)
         found: dict[tuple[str, int, str], Any] = {}
-        for name, array in arrays.items():
+        for name, value in {**body.settings, **arrays}.items():  # type: ignore[attr-defined]
             relative, _, end = name.partition("#")
             number, _, leaf = end.partition(" ")
-            found[below[relative], int(number), leaf] = np.array(array)
+            found[below[relative], int(number), leaf] = np.array(value) if is_array(value) else value
         plain = {name: np.array(value) for name, value in outputs.items()}
         seen = {below[relative]: count for relative, count in body.seen.items()}  # type: ignore[attr-defined]
         return Alone({**body.statics, **plain}, found, seen)  # type: ignore[attr-defined]
@@ -217,13 +217,12 @@ def answering(graphdef: Any, skeleton: Any, spec: tuple[tuple[str, int], ...]) -
     def body(parameters: Any, rest: Any, arrays: dict[str, Any], told: dict[str, Any]) -> tuple[Any, Any]:
         model = follow_dtype(nnx.merge(graphdef, parameters, jax.tree.map(lambda array: array, rest)))
         args, kwargs = mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
-        seen, given = dict.fromkeys((name for name, _ in spec), 0), dict[str, Any]()
+        seen, given, settings = dict.fromkeys((name for name, _ in spec), 0), dict[str, Any](), dict[str, Any]()
 
         def around(path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             number, seen[path] = seen[path], seen[path] + 1
             for name, leaf in (*flatten(tuple(args), is_array, "args"), *flatten(dict(kwargs), is_array, "kwargs")):
-                if is_array(leaf):
-                    given[f"{path}#{number} {name}"] = leaf
+                (given if is_array(leaf) else settings)[f"{path}#{number} {name}"] = leaf
 
             def reply(name: str, leaf: Any) -> Any:
                 answer = told.get(f"{path}#{number}{name}")
@@ -235,7 +234,7 @@ def answering(graphdef: Any, skeleton: Any, spec: tuple[tuple[str, int], ...]) -
         with watching(model, around, frozenset(seen)):
             output = model(*args, **kwargs)
         found = dict(flatten(output, is_array))
-        body.seen = seen  # type: ignore[attr-defined]
+        body.seen, body.settings = seen, settings  # type: ignore[attr-defined]
         # Numbers, strings and None cannot leave a traced function as results.
         body.statics = {name: leaf for name, leaf in found.items() if not is_array(leaf)}  # type: ignore[attr-defined]
         return {name: leaf for name, leaf in found.items() if is_array(leaf)}, given

@@ -148,23 +148,23 @@ class TorchTree(nn.Module):
         self.inner, self.last = TorchTreeInner(), nn.Linear(4, 4)
 
     def forward(self, x):
-        found = self.inner({"x": x, "pair": (x + 1, x * 2)}, gain=torch.ones(4) * 3)
+        found = self.inner({"x": x, "pair": (x + 1, x * 2)}, gain=torch.ones(4) * 3, power=2)
         return self.last(found["sum"] + found["parts"][1])
 
 
 class TorchTreeInner(nn.Module):
-    def forward(self, tree, *, gain, text="kept"):
+    def forward(self, tree, *, gain, power, text="kept"):
         a, b = tree["pair"]
-        return {"sum": tree["x"] * gain + a, "parts": (a, b * gain), "text": text}
+        return {"sum": tree["x"] * gain + a**power, "parts": (a, b * gain), "text": text}
 
 
 class FlaxTreeInner(nnx.Module):
     def __init__(self, fault: bool):
         self.fault = fault
 
-    def __call__(self, tree, *, gain, text="kept"):
+    def __call__(self, tree, *, gain, power, text="kept"):
         a, b = tree["pair"]
-        return {"sum": tree["x"] * gain + a, "parts": (a, b * gain * (1.5 if self.fault else 1)), "text": text}
+        return {"sum": tree["x"] * gain + a**power, "parts": (a, b * gain * (1.5 if self.fault else 1)), "text": text}
 
 
 class FlaxTree(nnx.Module):
@@ -173,7 +173,8 @@ class FlaxTree(nnx.Module):
 
     def __call__(self, x):
         pair = (x * 2, x + 1) if self.fault == "pair" else (x + 1, x * 2)
-        found = self.inner({"x": x, "pair": pair}, gain=jnp.ones(4) * (2 if self.fault == "gain" else 3))
+        gain, power = jnp.ones(4) * (2 if self.fault == "gain" else 3), 3 if self.fault == "power" else 2
+        found = self.inner({"x": x, "pair": pair}, gain=gain, power=power)
         return self.last(found["sum"] + found["parts"][0 if self.fault == "part" else 1])
 
 
@@ -184,12 +185,17 @@ class FlaxTree(nnx.Module):
         ("inner", {"inner": ["output ['parts'][1]"]}),
         ("pair", {"": ["what it gives inner: args[0]['pair'][0]", "what it gives inner: args[0]['pair'][1]"]}),
         ("gain", {"": ["what it gives inner: kwargs['gain']"]}),
+        ("power", {"": ["what it gives inner: kwargs['power']"]}),
         ("part", {"": ["what it gives last: args[0]"]}),
     ],
 )
 def test_trees_and_keywords_are_taken_apart(fault, found):
     pair = transferred(TorchTree(), FlaxTree(fault, rngs=nnx.Rngs(0)), "tree")
     assert {path: sorted(places) for path, places in faults(isolated(pair, normal(3, 4))).items()} == found
+    if fault == "power":
+        (cause,) = parity.diagnose(*pair, normal(3, 4)).causes
+        assert cause.what == "what it gives inner: kwargs['power'] is 3 where torch gives 2"
+        assert (cause.hypothesis, cause.change) == ("setting that is passed on", "pass 2")
 
 
 class TorchShared(nn.Module):
