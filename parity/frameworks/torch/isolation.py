@@ -1,7 +1,7 @@
 """Every module call of a torch model on the record, and one module run again by itself under changes."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Alone, Call, ModuleCall, Operation
 from parity.evidence.trees import flatten, mapped
+from parity.frameworks.settings import Held
 from parity.frameworks.torch.edits import Listed
 from parity.frameworks.torch.leaves import from_numpy, is_array
 from parity.frameworks.torch.running import evaluate, plain
@@ -47,7 +48,7 @@ def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[M
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        with module_by_module():
+        with MODULE_BY_MODULE():
             evaluate(model, call, dtype=dtype)
     finally:
         for handle in handles:
@@ -59,15 +60,22 @@ def copied(tree: Any) -> Any:
     return mapped(lambda _, leaf: plain(leaf), tree)
 
 
-@contextlib.contextmanager
-def module_by_module() -> Iterator[None]:
-    """Let nn.MultiheadAttention and nn.TransformerEncoder call their parts, not one fused operation."""
+def unfused_layers() -> Callable[[], object]:
+    """Let nn.MultiheadAttention and nn.TransformerEncoder call their parts; returns what restores their one fused operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
+
+
+def unfused_attention() -> Callable[[], object]:
+    """Let attention run operation by operation, so that each can be edited; returns what restores it."""
+    settings = contextlib.ExitStack()
+    settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+    return settings.close
+
+
+MODULE_BY_MODULE = Held(unfused_layers)
+STEP_BY_STEP = Held(unfused_attention)
 
 
 def alone(
@@ -127,7 +135,7 @@ def alone(
             handles.append(model.get_submodule(child).register_forward_hook(after, with_kwargs=True))
         if training:
             module.train()
-        with module_by_module(), sdpa_kernel(SDPBackend.MATH):
+        with MODULE_BY_MODULE(), STEP_BY_STEP():
             run = evaluate(
                 module, Call(args, kwargs), dtype=dtype, weights=own, watch=(lambda _: watch) if watch is not None else None
             )

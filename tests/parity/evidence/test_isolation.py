@@ -435,6 +435,28 @@ def test_channels_last_is_handled_where_a_rule_or_the_model_itself_tells(fault, 
     assert (divergence and divergence.path) == {"": None, "conv": "conv", "block": "block", "flatten": "fc"}[fault]
 
 
+class FlaxEncoderLayer(nnx.Module):
+    def __init__(self, epsilon: float, *, rngs: nnx.Rngs):
+        self.self_attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.linear1, self.linear2 = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(8, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(8, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.norm1(x + self.self_attn(x, x, x))
+        return self.norm2(x + self.linear2(jax.nn.relu(self.linear1(x))))
+
+
+@pytest.mark.parametrize(("epsilon", "found"), [(1e-5, set()), (1e-4, {"norm1"})])
+def test_an_encoder_layer_that_torch_would_fuse_is_taken_apart(epsilon, found):
+    pair = transferred(
+        nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), FlaxEncoderLayer(epsilon, rngs=nnx.Rngs(0)), "encoder"
+    )
+    isolation = isolated(pair, normal(3, 5, 8))
+    assert set(faults(isolation)) == found
+    assert {"self_attn", "linear1", "norm1", "linear2", "norm2"} <= {one.path for one in isolation.modules}
+
+
 class Holder(nn.Module):
     def __init__(self, core):
         super().__init__()
@@ -607,6 +629,7 @@ def test_an_isolation_is_plain_data_and_leaves_the_models_alone():
     assert [one["status"] for one in data["modules"]] == ["agrees"] * 3 + ["differs", "agrees", "agrees"]
     assert vars(FlaxCore)["__call__"] is before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in torch_model.modules())
+    assert torch.backends.mha.get_fastpath_enabled() and torch.backends.cuda.flash_sdp_enabled()
     json.dumps(trace.to_dict(), allow_nan=False)
 
 
