@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from parity.errors import first_line
+from parity.evidence.faults import Cause, Diagnosis
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation import Isolator
 from parity.evidence.precision import diagnose_precision
-from parity.evidence.result import Cause, Diagnosis
 from parity.evidence.subject import Subject
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.

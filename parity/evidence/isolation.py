@@ -13,9 +13,9 @@ import numpy as np
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
+from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.judging import compared
 from parity.evidence.partners import known_names, partners
-from parity.evidence.result import Difference, Isolated, Isolation
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import (

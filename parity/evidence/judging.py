@@ -8,6 +8,7 @@ import numpy as np
 
 from parity.evidence.calls import Alone
 from parity.evidence.conventions import MASK
+from parity.evidence.faults import Difference
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -17,7 +18,6 @@ from parity.evidence.numerics import (
     same_specials,
     semantics_bound,
 )
-from parity.evidence.result import Difference
 from parity.evidence.subject import Subject
 from parity.evidence.trial import Place, Trial, is_array, like
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from parity.evidence.faults import Cause, Difference, Isolated, Isolation
 from parity.evidence.hypotheses.suspect import Suspect, Values
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import torch_again
 from parity.evidence.numerics import UNIT, Precision, largest_gap, precision, same_specials, wide
-from parity.evidence.result import Cause, Difference, Isolated, Isolation
 from parity.evidence.subject import JITTERED_RUNS, Subject
 from parity.evidence.trees import mapped
 from parity.evidence.trial import Place, Trial, is_array

@@ -4,18 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parity.evidence.result import (
-        ArrayDiff,
-        Cause,
-        Diagnosis,
-        Diff,
-        Divergence,
-        Isolated,
-        Isolation,
-        LevelResult,
-        Report,
-        Trace,
-    )
+    from parity.evidence.faults import Cause, Diagnosis, Isolated, Isolation
+    from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
     from parity.weights.transfer import Transfer
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
