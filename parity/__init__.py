@@ -9,7 +9,16 @@ from parity.errors import MissingFrameworkError as MissingFrameworkError
 from parity.errors import ParityError as ParityError
 from parity.errors import TransferError as TransferError
 from parity.evidence.compare import compare as compare
+from parity.evidence.diagnose import diagnose as diagnose
 from parity.evidence.diff import diff as diff
+from parity.evidence.faults import Cause as Cause
+from parity.evidence.faults import Diagnosis as Diagnosis
+from parity.evidence.faults import Isolated as Isolated
+from parity.evidence.faults import Isolation as Isolation
+from parity.evidence.hypotheses.suspect import Suspect as Suspect
+from parity.evidence.hypotheses.suspect import Variant as Variant
+from parity.evidence.hypotheses.table import Hypothesis as Hypothesis
+from parity.evidence.hypotheses.table import add_hypothesis as add_hypothesis
 from parity.evidence.result import LEVELS as LEVELS
 from parity.evidence.result import PROVES as PROVES
 from parity.evidence.result import Diff as Diff

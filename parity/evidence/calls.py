@@ -54,3 +54,71 @@ class Captured:
     call: int
     outputs: dict[str, Any]
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy.
+
+    Attributes:
+        path: the submodule's dotted path, in torch's words.
+        call: 0 for its first call, 1 for its second.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: the tree that it returned.
+        inside: path and call of the recorded call that made this one; None for the model itself.
+    """
+
+    path: str
+    call: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    inside: tuple[str, int] | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.path, self.call
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A submodule run by itself, with the modules below it answering as they were told.
+
+    Attributes:
+        outputs: leaves by path in the returned tree.
+        given: what it gave the modules below, by their path, call and path of the argument.
+        seen: how often each module below was called where an answer can be given; a call inside a
+            transformation of the compiler is none.
+    """
+
+    outputs: dict[str, Any]
+    given: dict[tuple[str, int, str], Any] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a module's own code, without its arrays.
+
+    Attributes:
+        number: its place among them.
+        name: what torch's dispatcher calls it.
+        shapes: of the arrays it takes, by position.
+        dtypes: theirs.
+        args: its positional arguments, None in the place of an array.
+        kwargs: its keyword arguments likewise.
+        shape: of its result, or of the first of several.
+        masks: whether one of the arrays hides and shows.
+        switches: whether one of them holds nothing but the numbers 0 and 1.
+    """
+
+    number: int
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: tuple[int, ...]
+    masks: bool
+    switches: bool

@@ -1,13 +1,16 @@
 """Climb the ladder for a pair of models."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
+from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.ladder import CLIMB
-from parity.evidence.result import LEVELS, Finding, LevelResult, Report, Trace
+from parity.evidence.result import LEVELS, Finding, LevelResult, Report
 from parity.evidence.subject import Subject, arrays_of
 from parity.evidence.trace import trace_subject
+
+Made = TypeVar("Made")
 
 
 def compare(
@@ -21,6 +24,7 @@ def compare(
     ignore: Iterable[str] = (),
     seed: int = 0,
     strict: bool = False,
+    diagnose: bool = True,
 ) -> Report:
     """Tell whether a Flax model is the same function as a torch model, level by level.
 
@@ -41,9 +45,12 @@ def compare(
         seed: of probes, cotangents and jitter.
         strict: whether refusing another dtype is part of the interface: torch does, most Flax
             layers promote.
+        diagnose: whether a failure is looked into: every pair of modules run alone, and for those
+            that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
+            costs nothing more.
 
     Returns:
-        The report; on failure with a trace that names the first divergence.
+        The report; on failure with a trace that names the first divergence, and with a diagnosis.
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
@@ -60,7 +67,7 @@ def compare(
         seed=seed,
         gradients="gradients" in chosen,
     )
-    return climb(subject, chosen, ways, strict)
+    return climb(subject, chosen, ways, strict, diagnose=diagnose)
 
 
 def climb(
@@ -69,6 +76,7 @@ def climb(
     modes: tuple[str, ...],
     strict: bool = False,
     spoil: bool = True,
+    diagnose: bool = True,
 ) -> Report:
     """`compare` for models that are already checked.
 
@@ -78,6 +86,7 @@ def climb(
         modes: as in `compare`.
         strict: as in `compare`.
         spoil: whether inputs that do not fit are tried too.
+        diagnose: as in `compare`.
     """
     refused = refusals(subject) if set(levels) - {"weights"} else None
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
@@ -87,10 +96,11 @@ def climb(
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
-    trace = None
-    if not refused and any(result.status == "failed" for result in results):
-        trace = attempt_trace(subject)
-    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject))
+    failed = not refused and any(result.status == "failed" for result in results)
+    trace = attempted(lambda: trace_subject(subject)) if failed else None
+    # The levels have already said what fails; trace and diagnosis only help to find it.
+    found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
+    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found)
 
 
 def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelResult:
@@ -103,11 +113,11 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
         return LevelResult(level, "not run", f"{type(error).__name__}: {first_line(error)}")
 
 
-def attempt_trace(subject: Subject) -> Trace | None:
+def attempted(make: Callable[[], Made]) -> Made | None:
+    """What is made, None if the models do not let it be."""
     try:
-        return trace_subject(subject)
+        return make()
     except Exception:
-        # The levels have already said what fails; a trace only helps to find it.
         return None
 
 

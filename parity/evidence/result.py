@@ -1,10 +1,11 @@
 """What a comparison returns: frozen values that can print themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parity.errors import DivergenceError
+from parity.errors import DivergenceError, InputError
+from parity.evidence.faults import Diagnosis, Isolation
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
@@ -127,10 +128,12 @@ class Trace:
     Attributes:
         steps: one for each call of each torch module.
         unpaired: modules of one side without a counterpart that was called.
+        isolate: runs every pair alone, for `isolated`.
     """
 
     steps: tuple[Step, ...]
     unpaired: tuple[str, ...] = ()
+    isolate: Callable[[], Isolation] | None = field(default=None, compare=False, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -140,6 +143,16 @@ class Trace:
     def first_divergence(self) -> Divergence | None:
         """The first module whose output differs, with the last agreement before it; None if all agree."""
         return next((step.divergence for step in self.steps if step.divergence), None)
+
+    def isolated(self) -> Isolation:
+        """Every pair of modules run alone on what torch's was given: each wrong one, and none for its neighbour.
+
+        Raises:
+            InputError: the trace was made by hand, without models to run.
+        """
+        if self.isolate is None:
+            raise InputError("this trace holds no models to run; take one from parity.trace")
+        return self.isolate()
 
     def raise_for_divergence(self) -> None:
         """Raise the first divergence, if there is one.
@@ -159,7 +172,7 @@ class Trace:
         """The result for machines."""
         from parity.report.data import as_data
 
-        return as_data(self)
+        return as_data(self, leave_out=("isolate",))
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,7 @@ class Report:
         environment: versions, devices, and what was pinned while comparing.
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
+        diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
     """
 
     levels: tuple[LevelResult, ...]
@@ -179,6 +193,7 @@ class Report:
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
 
     @property
     def passed(self) -> bool:

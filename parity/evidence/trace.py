@@ -9,6 +9,9 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
+from parity.evidence.conventions import USUAL, Convention, convention
+from parity.evidence.isolation import isolate
+from parity.evidence.judging import in_parts
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -17,11 +20,15 @@ from parity.evidence.numerics import (
     largest_gap,
     same_specials,
     semantics_bound,
-    wide,
 )
+from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
+from parity.evidence.trial import is_array
 from parity.weights.paths import Rename
+
+# Cosine above which two arrays are taken for the same values in another order of axes.
+ALIKE = 0.7
 
 
 def trace(
@@ -54,7 +61,7 @@ def trace(
         InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return trace_subject(subject)
+    return replace(trace_subject(subject), isolate=lambda: isolate(subject))
 
 
 def trace_subject(subject: Subject) -> Trace:
@@ -73,7 +80,8 @@ def trace_subject(subject: Subject) -> Trace:
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
-    return Trace(*paired(expected, plain, shared_names(subject, actual, wanted), renames))
+    actual = in_torchs_order(subject, expected, shared_names(subject, actual, wanted))
+    return Trace(*paired(expected, plain, actual, renames))
 
 
 def flax_modules(subject: Subject) -> list[Captured]:
@@ -87,14 +95,57 @@ def flax_modules(subject: Subject) -> list[Captured]:
 
 def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> list[Captured]:
     """The same, with a module of several paths under the one that torch knows it by."""
-    owners: dict[Any, list[str]] = {}
-    for leaf in subject.flax.leaves(subject.flax_model):
-        owners.setdefault(leaf.identity, []).append(leaf.owner)
-    names = {path: next((p for p in group if p in wanted), path) for group in owners.values() for path in group}
-    for layer in subject.flax.layers(subject.flax_model):
-        known = next((path for path in (layer.path, layer.own_path, *layer.also) if path in wanted), None)
-        names |= {layer.path: known} if known is not None else {}
+    names = known_names(subject, wanted)
     return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
+
+
+def in_torchs_order(subject: Subject, expected: list[Captured], actual: list[Captured]) -> list[Captured]:
+    """The same, with what layers take and return laid out as torch lays it, where the ledger tells how it is in Flax."""
+    torch_layers = {subject.pairing.renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
+    flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+    returned = {(subject.pairing.renames.apply(c.path)[0], c.call): c.outputs for c in expected}
+    found = []
+    for one in actual:
+        mine, theirs = torch_layers.get(one.path), flax_layers.get(one.path)
+        # The models themselves are given the same by the caller.
+        rule = convention(mine, theirs) if one.path and mine and theirs else None
+        known = returned.get((one.path, one.call), {})
+        found.append(laid_out(one, rule, known) if rule else replace(one, outputs=in_shape(one, known)))
+    return found
+
+
+def in_shape(one: Captured, returned: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a module that no rule knows, in torch's order of axes where shapes and values both show another."""
+    found = dict(one.outputs)
+    for path, theirs in one.outputs.items():
+        mine = returned.get(path)
+        if not one.path or not is_array(mine) or not is_array(theirs) or mine.shape == theirs.shape:
+            continue
+        turned = [back for axes in USUAL if (back := axes.to_torch(theirs)).shape == mine.shape]
+        found[path] = next((back for back in turned if alike_in_shape(back, mine)), theirs)
+    return found
+
+
+def alike_in_shape(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are plainly the same values, but for a fault."""
+    both = np.isfinite(in_parts(a)) & np.isfinite(in_parts(b))
+    x, y = in_parts(a)[both], in_parts(b)[both]
+    size = float(np.linalg.norm(x) * np.linalg.norm(y))
+    return size > 0 and float(x @ y) > ALIKE * size
+
+
+def laid_out(one: Captured, rule: Convention, returned: Mapping[str, Any]) -> Captured:
+    """What a layer took and returned, in torch's order of axes and under torch's names."""
+
+    def turned(value: Any) -> Any:
+        return rule.axes.to_torch(value) if isinstance(value, np.ndarray) else value
+
+    # What torch returns besides, Flax does not: it cannot be compared, and is no difference.
+    outputs = dict(returned) if rule.outputs else {}
+    names = {flax: torch for torch, flax in (rule.names(one.outputs) or {}).items()}
+    outputs |= {names.get(path, path): turned(value) for path, value in one.outputs.items() if not names or path in names}
+    inputs = {} if rule.arguments is not None else {number: turned(value) for number, value in one.inputs.items()}
+    return replace(one, outputs=outputs, inputs=inputs)
 
 
 def paired(
@@ -194,11 +245,6 @@ def inputs_agree(expected: Captured, plain: Captured, actual: Captured) -> Liter
         return ""
     same = (same_specials(a, b).all() and largest_gap(a, b) <= semantics_bound(own, b) for a, b, own in pairs)
     return "agree" if all(same) else "differ"
-
-
-def in_parts(array: np.ndarray) -> np.ndarray:
-    """The array in float64, complex numbers as real and imaginary part on a last axis."""
-    return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
 
 
 def summary(value: Any) -> str:

@@ -10,10 +10,10 @@ import numpy as np
 def as_data(value: Any, leave_out: tuple[str, ...] = ()) -> Any:
     """Dataclasses, tuples and NumPy numbers into dicts, lists and numbers.
 
-    NaN and infinities become strings: JSON has no such numbers.
+    NaN and infinities become strings: JSON has no such numbers. Fields that do not print themselves are left out.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        found = {f.name: as_data(getattr(value, f.name)) for f in fields(value) if f.name not in leave_out}
+        found = {f.name: as_data(getattr(value, f.name)) for f in fields(value) if f.repr and f.name not in leave_out}
         if hasattr(value, "passed") and "passed" not in found:
             found["passed"] = bool(value.passed)
         return found

@@ -1,8 +1,10 @@
 """Results in words, for a terminal."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from parity.evidence.faults import Cause, Diagnosis, Isolated, Isolation
     from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
@@ -21,6 +23,7 @@ def report_text(report: "Report") -> str:
         lines += ["", *divergence_lines(divergence)]
     if report.trace and report.trace.unpaired:
         lines.append(unpaired_line(report.trace))
+    lines += why_lines(report.diagnosis) if report.diagnosis else []
     lines += [""] if len(lines) > 1 else []
     identical_failed = any(level.level == "identical" and level.status == "failed" for level in report.levels)
     for level in report.levels:
@@ -31,6 +34,30 @@ def report_text(report: "Report") -> str:
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
     return "\n".join([*lines, *(f"  note: {note}" for note in report.notes), f"  seed {report.seed}"])
+
+
+def why_lines(diagnosis: "Diagnosis") -> list[str]:
+    """The modules that are wrong for themselves, each with its likeliest cause; what to do next."""
+    faults = diagnosis.isolation.faults
+    if not faults:
+        return []
+    lines = ["", wrong_modules(diagnosis.isolation)]
+    for one in faults[:SHOWN]:
+        where = ", in its own code between the modules that it calls" if one.between else ""
+        times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
+        lines.append(f"  {one.path or 'the model'}{times}{where}")
+        causes = diagnosis.causes_of(one.path)
+        lines += [f"    {line.strip()}" for line in cause_lines(causes[:1])]
+        if len(causes) > 1:
+            lines.append(f"    {count(len(causes) - 1, 'other cause')} would explain it too: parity.diagnose tells them")
+        lines += [
+            f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
+        ]
+    lines += [f"  and {len(faults) - SHOWN} more: parity.diagnose tells them"] if len(faults) > SHOWN else []
+    return [
+        *lines,
+        "  next: make the change, then compare again" if diagnosis.causes else "  next: look at the code of these modules",
+    ]
 
 
 def headline(report: "Report") -> str:
@@ -110,6 +137,74 @@ def trace_text(trace: "Trace") -> str:
     agreeing = count(sum(step.agrees for step in trace.steps), "module call")
     lines = divergence_lines(found) if found else [f"no divergence in {agreeing}"]
     return "\n".join([*lines, unpaired_line(trace)] if trace.unpaired else lines)
+
+
+def isolation_text(isolation: "Isolation") -> str:
+    """Each wrong module with what it computes otherwise; what could not be told, and why."""
+    lines = [wrong_modules(isolation)]
+    for one in isolation.faults:
+        lines += isolated_lines(one)
+    for one in dict.fromkeys(i for i in isolation.modules if i.status in ("follows", "not comparable")):
+        lines.append(f"  {one.path or 'the model'}: {'not told' if one.status == 'follows' else 'not compared'}, {one.note}")
+    return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
+
+
+def wrong_modules(isolation: "Isolation") -> str:
+    """How many modules are wrong, of how many, and by what."""
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    said = f"{count(len(isolation.faults), 'wrong module')} of {modules}, each run alone on what torch's was given"
+    return (
+        said
+        if isolation.dtype == "float64" or not isolation.faults
+        else f"{said}: the same in float64, not in {isolation.dtype}"
+    )
+
+
+def isolated_lines(one: "Isolated") -> list[str]:
+    """A wrong module, with its worst differences."""
+    path = (one.path or "the model") + (f", call {one.call + 1}" if one.call else "")
+    own = ": the fault is in its own code, between the modules that it calls" if one.between else ""
+    lines = [f"{path}   differs, alone{own}"]
+    for found in one.differences[:SHOWN]:
+        if found.reason:
+            lines.append(f"  {found.where}: {found.reason}")
+            continue
+        times = f"; {found.ratio:.3g} times what rounding explains" if found.ratio != float("inf") else ""
+        lines.append(
+            f"  {found.where}: {found.differing} of {found.elements} values differ{times}; "
+            f"expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g} at {found.worst}"
+        )
+    if len(one.differences) > SHOWN:
+        lines.append(f"  and {len(one.differences) - SHOWN} more")
+    return [*lines, f"  {one.note}"] if one.note else lines
+
+
+def diagnosis_text(diagnosis: "Diagnosis") -> str:
+    """Each wrong module with what explains it."""
+    isolation = diagnosis.isolation
+    settings = [f"  a setting differs: {sentence}" for sentence in diagnosis.settings]
+    if not isolation.faults:
+        return "\n".join([isolation_text(isolation), *settings])
+    lines = [wrong_modules(isolation)]
+    for one in isolation.faults:
+        lines += [*isolated_lines(one), *cause_lines(diagnosis.causes_of(one.path))]
+    lines += [f"  no known cause: {sentence}" for sentence in diagnosis.unexplained]
+    lines += [*settings, *(f"  note: {note}" for note in diagnosis.notes)]
+    return "\n".join([*lines, *([f"  not paired: {', '.join(isolation.unpaired)}"] if isolation.unpaired else [])])
+
+
+def cause_lines(causes: "Sequence[Cause]") -> list[str]:
+    """The causes of one module, best first."""
+    lines = []
+    for number, cause in enumerate(causes[:SHOWN]):
+        word = "cause" if number == 0 else "or"
+        fall = f"the difference falls from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
+        lines += [
+            f"  {word}: {cause.hypothesis}. {cause.what}",
+            f"    if torch does the same, {fall}",
+            f"    change: {cause.change}",
+        ]
+    return lines
 
 
 def diff_text(diff: "Diff") -> str:

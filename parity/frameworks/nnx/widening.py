@@ -20,8 +20,8 @@ def follow_dtype(model: Any) -> Any:
     for _, _, node in walk(model):
         if isinstance(node, nnx.Embed):
             node.dtype = content(node.embedding).dtype
-        if isinstance(node, RNNCellBase):
-            node.param_dtype = jnp.dtype(model_dtype(node) or "float32")  # type: ignore[attr-defined]
+        if isinstance(node, RNNCellBase) and hasattr(node, "param_dtype"):
+            node.param_dtype = jnp.dtype(model_dtype(node) or node.param_dtype)
     return model
 
 

@@ -1,7 +1,11 @@
 """PyTorch in the words of this package: the door of its room."""
 
+from parity.frameworks.torch.edits import Edited as Edited
 from parity.frameworks.torch.exactness import NotProvableError as NotProvableError
 from parity.frameworks.torch.exactness import Prover as Prover
+from parity.frameworks.torch.isolation import alone as alone
+from parity.frameworks.torch.isolation import observe as observe
+from parity.frameworks.torch.isolation import operations as operations
 from parity.frameworks.torch.leaves import NAME as NAME
 from parity.frameworks.torch.leaves import dense as dense
 from parity.frameworks.torch.leaves import fill as fill

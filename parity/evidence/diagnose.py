@@ -1,0 +1,182 @@
+"""Why a module differs: every hypothesis is tried on it alone, and the causes are those that make the difference vanish."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from parity.errors import first_line
+from parity.evidence.faults import Cause, Diagnosis
+from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
+from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
+from parity.evidence.isolation import Isolator
+from parity.evidence.precision import diagnose_precision
+from parity.evidence.subject import Subject
+
+# Causes told for one module; what fits as well beyond that adds nothing to read.
+TOLD = 5
+# A weight that is off by one ulp differs by 2,700 times what rounding explains or more (see SEMANTICS_FACTOR).
+FAINT = 1000.0
+# Edits on top of which a second fault is looked for, and what one may leave of the difference to be among them.
+PAIRED, HELPFUL = 8, 0.95
+# Variants computed for one module: a large one must not be run for ever.
+BUDGET = 2000
+
+
+def diagnose(
+    torch_model: Any,
+    flax_model: Any,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
+    ignore: Iterable[str] = (),
+    seed: int = 0,
+) -> Diagnosis:
+    """Find which modules of a Flax model are wrong, why, and what to change.
+
+    Every pair of modules is run alone in float64. For each that differs, torch's module is run
+    again as the Flax module would be if it had one of the faults that ports are known to have:
+    a cause is a fault that makes the difference vanish in what rounding explains.
+
+    Args:
+        torch_model: a `torch.nn.Module` in eval mode.
+        flax_model: an `nnx.Module` in eval mode.
+        args: positional arguments for both.
+        kwargs: keyword arguments for both.
+        rename: as in `parity.transfer`.
+        ignore: as in `parity.transfer`.
+        seed: of the numbers by which rounding is measured.
+
+    Returns:
+        Causes by module, the best first; wrong modules that no hypothesis explains are named too.
+
+    Raises:
+        InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
+    """
+    subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
+    return diagnose_subject(subject)
+
+
+def diagnose_subject(subject: Subject) -> Diagnosis:
+    """`diagnose` for models that are already checked."""
+    isolator = Isolator(subject)
+    isolation = isolator.run()
+    causes: list[Cause] = []
+    unexplained, tried, notes = [], 0, list[str]()
+    for fault in isolation.faults:
+        trial = isolator.trials.get((fault.path, fault.call))
+        if trial is None or trial.error:
+            continue
+        search = Search(Suspect(isolator, trial))
+        found = search.run()
+        tried += search.tried
+        causes += found
+        notes += search.notes
+        left = search.left(found)
+        if left:
+            unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
+    if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
+        # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
+        native, losses = diagnose_precision(subject)
+        if losses or isolation.passed:
+            known = {cause.path for cause in losses}
+            unexplained = [f"{fault.path or 'the model'}: precision" for fault in native.faults if fault.path not in known]
+            isolation, causes = isolation if native.passed else native, losses
+    return Diagnosis(tuple(causes), isolation, tuple(unexplained), tried, tuple(notes), subject.pairing.settings)
+
+
+class Search:
+    """All hypotheses on one suspect."""
+
+    def __init__(self, suspect: Suspect):
+        self.suspect, self.tried = suspect, 0
+        self.notes: list[str] = []
+        # Edits that make the difference smaller: what is left of it, the hypothesis, the variant.
+        self.helpful: list[tuple[float, str, Variant]] = []
+
+    def run(self) -> list[Cause]:
+        """The causes, best first."""
+        causes = self.attempt(WEIGHTS)
+        if any(cause.complete for cause in causes):
+            return causes
+        # The rest is tried with Flax's own arrays in torch's module, so that faults of both kinds are found.
+        self.suspect.baseline = {w.path: w.flax for w in self.suspect.weights if not w.equal}
+        for resort in (False, True):
+            if resort and any(cause.complete for cause in causes):
+                break
+            for hypothesis in HYPOTHESES:
+                if hypothesis.resort is resort:
+                    causes += self.attempt(hypothesis)
+        if self.left(causes):
+            causes += self.in_pairs()
+        return self.ranked(causes)
+
+    def in_pairs(self) -> list[Cause]:
+        """Two faults of one module at the same place: every hypothesis again, on top of the edits that help most."""
+        found: list[Cause] = []
+        helpful = sorted(self.helpful, key=lambda entry: entry[0])[:PAIRED]
+        for _, name, first in helpful:
+            assert isinstance(first.values, Edited)
+            self.suspect.base = first.values.edits
+            for hypothesis in HYPOTHESES:
+                for cause in () if hypothesis.resort else self.attempt(hypothesis):
+                    joined = f"{first.what}; and {cause.what}", f"{first.change}; and {cause.change}"
+                    text = (f"{name} and {cause.hypothesis}", cause.path, *joined)
+                    found.append(Cause(*text, cause.before, cause.after, cause.explains, cause.complete))
+            self.suspect.base = {}
+            if any(cause.complete for cause in found):
+                break
+        return found
+
+    def ranked(self, causes: list[Cause]) -> list[Cause]:
+        """What explains most first; then the smallest rest, where rests within rounding are alike; then the table's order."""
+        ordered = sorted(causes, key=lambda c: (-len(c.explains), max(c.after, 1.0)))
+        kept: list[Cause] = []
+        for cause in ordered:
+            # A cause of fewer places is told only for what better ones leave open.
+            known = {place for other in kept if len(other.explains) > len(cause.explains) for place in other.explains}
+            if set(cause.explains) - known:
+                kept.append(cause)
+        return kept[:TOLD]
+
+    def attempt(self, hypothesis: Hypothesis) -> list[Cause]:
+        """The variants of one hypothesis that explain something and break nothing."""
+        found: list[Cause] = []
+        variants = iter(hypothesis.variants(self.suspect))
+        while self.tried < BUDGET:
+            try:
+                variant = next(variants, None)
+            except Exception as error:
+                said = f"{type(error).__name__}: {first_line(error)}"
+                self.notes.append(f"{hypothesis.name} could not be tried on {self.suspect.path or 'the model'}: {said}")
+                break
+            if variant is None:
+                break
+            cause = self.judged(hypothesis, variant)
+            if cause and all((cause.change, cause.explains) != (other.change, other.explains) for other in found):
+                found.append(cause)
+        return found
+
+    def judged(self, hypothesis: Hypothesis, variant: Variant) -> Cause | None:
+        self.tried += 1
+        try:
+            values = variant.values()
+        except Exception:
+            # Torch refuses what the variant would do: then Flax cannot be doing it.
+            return None
+        if isinstance(variant.values, Edited) and not self.suspect.base:
+            left = self.suspect.left_of(values)
+            self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []
+        gone, sound = self.suspect.explained(values, variant.unit)
+        if not gone or not sound:
+            return None
+        return Cause(
+            *(hypothesis.name, self.suspect.path, variant.what, variant.change),
+            before=max(self.suspect.before[place] for place in gone),
+            after=max(gone.values()),
+            explains=tuple(map(str, gone)),
+            complete=len(gone) == len(self.suspect.differing),
+        )
+
+    def left(self, causes: list[Cause]) -> list[str]:
+        """The places that no cause explains."""
+        known = {place for cause in causes for place in cause.explains}
+        return [str(place) for place in self.suspect.differing if str(place) not in known]

@@ -1,0 +1,1 @@
+"""Ways in which ports go wrong, each tried on a pair that differs."""

@@ -1,0 +1,80 @@
+"""Another nonlinearity, or another slope of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "elu": "elu",
+    "leaky_relu": "leaky relu",
+    "hardtanh": "relu6",
+    "clamp": "relu6",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "softplus": "softplus",
+    "mish": "mish",
+    "hardswish": "hard swish",
+    "hardsigmoid": "hard sigmoid",
+    "log_sigmoid_forward": "log sigmoid",
+    "exp": "exp",
+}
+
+INSTEAD = {
+    "gelu": "jax.nn.gelu(x, approximate=False)",
+    "tanh gelu": "jax.nn.gelu(x, approximate=True)",
+    "leaky relu": "jax.nn.leaky_relu(x, negative_slope)",
+    "silu": "jax.nn.silu(x)",
+    "relu": "jax.nn.relu(x)",
+    "relu6": "jax.nn.relu6(x)",
+    "elu": "jax.nn.elu(x)",
+}
+
+FUNCTIONS: tuple[str, ...] = ("relu", "gelu", "tanh gelu", "quick gelu", "silu", "elu", "leaky relu", "leaky relu of slope 0.2")
+FUNCTIONS += ("leaky relu of slope 0.1", "relu6", "tanh", "sigmoid", "hard tanh", "hard sigmoid", "hard swish", "softplus")
+FUNCTIONS += ("mish", "selu", "log sigmoid", "squared relu", "identity")
+
+
+def function_of(op: Operation) -> str:
+    name = ACTIVATIONS.get(op.name.rstrip("_"), "")
+    return "tanh gelu" if name == "gelu" and op.kwargs.get("approximate") == "tanh" else name
+
+
+def activation(suspect: Suspect) -> Iterator[Variant]:
+    """Another nonlinearity, or another slope of it."""
+    kinds: dict[str, list[Operation]] = {}
+    for op in suspect.operations:
+        if function_of(op):
+            kinds.setdefault(function_of(op), []).append(op)
+    for mine, ops in kinds.items():
+        for where, chosen in groups(ops):
+            for other in FUNCTIONS:
+                if other != mine:
+                    said = "leaves the function out" if other == "identity" else f"computes {other}"
+                    yield Variant(
+                        f"Flax {said} where torch computes {mine}{where}",
+                        f"use {INSTEAD.get(mine, mine)}",
+                        suspect.edited(chosen, "activation", to=other),
+                    )
+            if mine == "leaky relu":
+                yield from slopes(suspect, chosen, where)
+
+
+def slopes(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
+    mine = chosen[0].args[1] if len(chosen[0].args) > 1 else 0.01
+
+    def values(number: float) -> Any:
+        return suspect.edited(chosen, "slope", value=number)()
+
+    found = suspect.solved(values, (0.01, 0.1, 0.2, 0.3, 0.05))
+    for number in (0.01, 0.2, 0.1, *([float(f"{found:.3g}")] if found is not None else [])):
+        if number != mine:
+            yield Variant(
+                f"Flax's slope is {number:g}, torch's {mine:g}{where}",
+                f"set negative_slope={mine:g}",
+                lambda n=number: values(n),
+            )

@@ -1,0 +1,179 @@
+"""Scores that are scaled or hidden otherwise."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.hypotheses.tensors import named_factor
+
+
+def softmax_scale(suspect: Suspect) -> Iterator[Variant]:
+    """Scores that are scaled otherwise before softmax."""
+    for where, chosen in groups(suspect.named("softmax", "safe_softmax")):
+        if not chosen:
+            continue
+
+        def values(number: float, chosen: list[Operation] = chosen) -> Any:
+            return suspect.edited(chosen, "scaled input", factor=number)()
+
+        for number, name in factors(suspect):
+            yield Variant(f"Flax's scores are {name} times torch's{where}", told_scale(number), lambda n=number, v=values: v(n))
+        found = suspect.solved(values, (1.0, 2.0, 0.5, 4.0, 0.25))
+        if found is not None and not any(math.isclose(found, n, rel_tol=1e-9) for n, _ in factors(suspect)):
+            yield Variant(
+                f"Flax's scores are {named_factor(found, ())} times torch's{where}",
+                f"multiply the scores by {named_factor(1 / found, ())}",
+                lambda n=found, v=values: v(n),
+            )
+
+
+def factors(suspect: Suspect) -> list[tuple[float, str]]:
+    """The factors by which a scale may be wrong: sizes, their roots, their ratios' roots."""
+    sizes = {shape[-1] for op in suspect.named("bmm", "baddbmm", "mm") for shape in op.shapes if shape}
+    sizes |= {op.shape[-1] for op in suspect.operations if op.name in ("view", "unsafe_view", "_unsafe_view") and op.shape}
+    sizes |= {shape[-1] for op in suspect.operations for shape in op.shapes if len(shape) > 2}
+    found: dict[float, str] = {}
+    for size in sorted(s for s in sizes if s > 1):
+        for number, name in (
+            (size**0.5, f"sqrt({size})"),
+            (size**-0.5, f"1/sqrt({size})"),
+            (float(size), f"{size}"),
+            (1 / size, f"1/{size}"),
+        ):
+            found.setdefault(number, name)
+    for a, b in itertools.permutations(sorted(s for s in sizes if s > 1), 2):
+        found.setdefault((a / b) ** 0.5, f"sqrt({a}/{b})")
+    return [(number, name) for number, name in found.items() if number != 1]
+
+
+def told_scale(number: float) -> str:
+    if number > 1:
+        return "divide the scores as torch does: by the root of the head width, once, unless torch's code says otherwise"
+    return "scale the scores once, by the root that torch's code takes"
+
+
+def masking(suspect: Suspect) -> Iterator[Variant]:
+    """A mask that hides other places, or that works otherwise."""
+    ops = [
+        op
+        for op in suspect.operations
+        if op.masks and op.name.rstrip("_") in ("masked_fill", "where", "add", "baddbmm", "bitwise_not", "logical_not")
+    ]
+    for where, chosen in groups(ops):
+        if not chosen:
+            continue
+        name = chosen[0].name.rstrip("_")
+        if any(op.name.rstrip("_") != name for op in chosen):
+            continue
+        yield from other_fills(suspect, chosen, name, where)
+        yield from other_masks(suspect, chosen, name, where)
+    for op in suspect.named("add"):
+        if op.switches and len(op.shapes) == 2:
+            for shows in (True, False):
+                yield Variant(
+                    f"a mask of 0 and 1 is a switch in Flax, {'1 shows' if shows else '1 hides'}; torch adds its numbers",
+                    "add the mask to the scores, as torch does with masks that are no booleans",
+                    suspect.edited([op], "number as mask", shows=shows),
+                )
+    for op in suspect.named("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul"):
+        if op.dtypes[:2] == ("bool", "bool"):
+            for way in ("or", "and", "xor"):
+                if way not in op.name:
+                    yield Variant(
+                        f"Flax joins two masks by {way}",
+                        f"join them as torch does: {op.name}",
+                        suspect.edited([op], "logic", way=way),
+                    )
+
+
+def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
+    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
+    if place is None:
+        return
+    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
+    ways = [
+        (
+            "inverted",
+            "the mask is inverted",
+            "hide where torch hides: Flax's masks are True where attention is allowed, torch's often where it is not",
+        )
+    ]
+    if shape and shape[-1] > 1:
+        ways += [("shifted left", "the mask is shifted by one key", "line it up with the keys")]
+        ways += [("shifted right", "the mask is shifted by one key", "line it up with the keys")]
+        ways += [("reversed", "the mask runs backwards along the keys", "turn it round")]
+    if len(shape) > 1 and shape[-2] > 1:
+        ways += [("shifted up", "the mask is shifted by one query", "line it up with the queries")]
+        ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
+        if shape[-1] == shape[-2]:
+            ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
+    for way, what, change in ways:
+        yield Variant(f"{what}{where}", change, suspect.edited(chosen, "mask", way=way, at=place))
+    if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[0] > 1:
+        yield Variant(
+            f"a mask (batch, keys) is read as (queries, keys){where}",
+            "mask[:, None, None, :]",
+            suspect.edited(chosen, "mask", way="broadcast over queries", at=place),
+        )
+    if len(shape) > 1 and shape[-2] > 1:
+        rows, columns = shape[-2:]
+        for steps in sorted({0, columns - rows, 1, -1, columns - rows - 1, columns - rows + 1}):
+            named = {0: "lined up at the top left", columns - rows: "lined up at the bottom right"}.get(
+                steps, f"moved by {steps}"
+            )
+            yield Variant(
+                f"the causal mask is {named}{where}",
+                "line the diagonal up as torch does: jnp.tril(..., k=...)",
+                suspect.edited(chosen, "mask", way="causal", at=place, steps=steps),
+            )
+    if name in ("masked_fill", "add"):
+        yield Variant(f"the mask is not used{where}", "pass the mask on", suspect.edited(chosen, "left out"))
+    if name == "masked_fill":
+        for sign in (1.0, -1.0):
+            meaning = "1 where torch hides" if sign > 0 else "0 where torch hides"
+            yield Variant(
+                f"the mask is added to the scores as numbers, {meaning}{where}",
+                "hide by jnp.where(mask, scores, -inf)",
+                suspect.edited(chosen, "mask as number", sign=sign),
+            )
+    if name == "add":
+        yield Variant(f"the mask is added twice{where}", "add it once", suspect.edited(chosen, "twice", operand=1))
+
+
+FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6)
+
+
+def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
+    """Another number in hidden places; it shows where a query sees nothing."""
+    if name == "masked_fill" and len(chosen[0].args) > 2 and chosen[0].args[2] is not None:
+        mine = chosen[0].args[2]
+        for value in FILLS:
+            if value != mine:
+                finite = f"finite in Flax, as {value:g}," if math.isinf(mine) else f"{value:g} in Flax"
+                got = "NaN" if math.isinf(value) else "the average of all values"
+                yield Variant(
+                    f"hidden scores are {finite} and {mine:g} in torch{where}: a query that sees nothing gets {got}",
+                    f"fill with {mine:g}",
+                    suspect.edited(chosen, "argument", index=2, value=value),
+                )
+                if math.isfinite(value) and value:
+                    yield Variant(
+                        f"{value:g} is added to hidden scores in Flax, torch puts {mine:g} in their place{where}",
+                        f"jnp.where(mask, {mine:g}, scores)",
+                        suspect.edited(chosen, "fill added", value=value),
+                    )
+
+
+def hidden_rows(suspect: Suspect) -> Iterator[Variant]:
+    """What a query gets that sees no key."""
+    words = {"uniform": "the average of all values", "zero": "zeros", "nan": "NaN"}
+    for where, chosen in groups(suspect.named("softmax", "safe_softmax")):
+        for hidden, what in words.items() if chosen else ():
+            yield Variant(
+                f"a query that sees no key gets {what} in Flax{where}",
+                "give such queries what torch gives them: its fill value, and softmax as it stands",
+                suspect.edited(chosen, "softmax", hidden=hidden),
+            )

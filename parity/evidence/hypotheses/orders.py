@@ -1,0 +1,102 @@
+"""Axes, heads and pieces in another order."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+
+
+def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
+    """Softmax, a mean or a sum over another axis."""
+    for op in suspect.named("softmax", "log_softmax", "safe_softmax", "mean", "sum", "amax", "cumsum", "argmax"):
+        dim = op.args[1] if len(op.args) > 1 else None
+        mine = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
+        if not isinstance(mine, int) or not op.shapes:
+            continue
+        ndim = len(op.shapes[0])
+        for axis in range(ndim):
+            if axis != mine % ndim:
+                value: Any = [axis] if isinstance(dim, tuple) else axis
+                yield Variant(
+                    f"{op.name.strip('_')} runs over axis {axis} in Flax and {mine % ndim} in torch",
+                    f"pass axis={mine}",
+                    suspect.edited([op], "argument", index=1, value=value),
+                )
+
+
+def heads(suspect: Suspect) -> Iterator[Variant]:
+    """Heads split or merged by a bare reshape, or with heads and width in the other order."""
+    moves = [op for op in suspect.operations if op.name in ("transpose", "permute") and len(op.shape) > 2]
+    for where, chosen in groups(moves):
+        if chosen:
+            yield Variant(
+                f"axes are moved by a bare reshape where torch transposes {chosen[0].shapes[0]} to {chosen[0].shape}{where}",
+                f"transpose to {chosen[0].shape}, then reshape",
+                suspect.edited(chosen, "reshaped"),
+            )
+    views = [op for op in suspect.operations if op.name in ("view", "_unsafe_view", "unsafe_view") and op.shapes]
+    splits = [(op, axis) for op in views for axis in [split_axis(op.shapes[0], op.shape)] if axis is not None]
+    joins = [(op, axis) for op in views for axis in [split_axis(op.shape, op.shapes[0])] if axis is not None]
+    for pairs, edit, word in ((splits, "split minor", "split"), (joins, "joined minor", "merged")):
+        for where, chosen in groups(op for op, _ in pairs):
+            axis = next((axis for op, axis in pairs if chosen and op.number == chosen[0].number), None)
+            if chosen and axis is not None:
+                yield Variant(
+                    f"heads are {word} in the order (width, heads){where}",
+                    f"{word.removesuffix('d')} as (heads, width)",
+                    suspect.edited(chosen, edit, axis=axis),
+                )
+
+
+def split_axis(joined: tuple[int, ...], split: tuple[int, ...]) -> int | None:
+    """Where one axis of the first shape is two of the second."""
+    if len(split) != len(joined) + 1:
+        return None
+    for axis in range(len(joined)):
+        whole = split[axis] * split[axis + 1]
+        if split[axis] > 1 and split[axis + 1] > 1 and (*split[:axis], whole, *split[axis + 2 :]) == joined:
+            return axis
+    return None
+
+
+def flattened(suspect: Suspect) -> Iterator[Variant]:
+    """Channels first or last before all is laid in one row."""
+    views = [op for op in suspect.operations if op.name in ("view", "_unsafe_view") and op.shapes and len(op.shapes[0]) > 2]
+    for where, chosen in groups(op for op in views if len(op.shape) < len(op.shapes[0])):
+        if chosen:
+            yield Variant(
+                f"Flax lays {chosen[0].shapes[0]} in one row with the channels last{where}",
+                "move the channels to the front first, x.transpose(0, 3, 1, 2).reshape(n, -1), or reorder the kernel's rows",
+                suspect.edited(chosen, "channels last first"),
+            )
+
+
+def pieces(suspect: Suspect) -> Iterator[Variant]:
+    """The pieces of a split (q, k, v; gate and value) in another order."""
+    by_count: dict[int, list[Operation]] = {}
+    for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
+        by_count.setdefault(pieces_of(op), []).append(op)
+    for count, ops in by_count.items():
+        for (where, chosen), order in itertools.product(
+            groups(ops), itertools.permutations(range(count)) if 1 < count <= 4 else ()
+        ):
+            if order != tuple(range(count)):
+                yield Variant(
+                    f"the {count} pieces of a split are taken in the order {order}{where}",
+                    "take them in torch's order",
+                    suspect.edited(chosen, "parts", order=order),
+                )
+
+
+def pieces_of(op: Operation) -> int:
+    """How many equal pieces a split makes; 0 if they are not equal."""
+    if op.name == "split_with_sizes":
+        return len(op.args[1]) if len(set(op.args[1])) == 1 else 0
+    dim = op.args[-1] if len(op.args) > (1 if op.name == "unbind" else 2) else 0
+    size = op.shapes[0][dim]
+    if op.name == "unbind":
+        return size
+    each = op.shape[dim] if op.shape else 0
+    return size // each if each and size % each == 0 else 0

@@ -1,0 +1,273 @@
+"""A pair that differs when it is run alone, and what its torch module would compute if something were otherwise."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.weight import Weight
+from parity.evidence.isolation import Isolator
+from parity.evidence.judging import bound, in_parts, torch_again
+from parity.evidence.numerics import finite_scale, largest_gap, same_specials
+from parity.evidence.trees import flatten
+from parity.evidence.trial import Place, Trial, by_argument, is_array
+from parity.weights.leaf import Layer, Leaf
+from parity.weights.pairing import Pair
+
+# A difference that falls below so many times what rounding explains counts as gone: torch's module under
+# a hypothesis may compute in another order than Flax's.
+GONE = 10.0
+# Nothing is called explained unless the difference falls by as much: a better fit is no cause.
+FALL = 1e-4
+
+# How many operations of a kind are tried one by one; beyond that only all of them together.
+ALONE = 8
+
+Values = Mapping[Place, Any]
+# An edit of one operation: its number, the edit's name, its settings.
+Edits = Mapping[int, tuple[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What torch's module would compute if something were otherwise.
+
+    Attributes:
+        what: what Flax's module then does, in one sentence.
+        change: what to write in the Flax code instead.
+        values: computes it, by place; a place that is left out says nothing.
+        unit: what may be left of the difference, in units of the largest value; 0 lets rounding alone be left.
+    """
+
+    what: str
+    change: str
+    values: Callable[[], Values] = field(compare=False, repr=False)
+    unit: float = 0.0
+
+
+class Suspect:
+    """A call of a pair that differs although both were given the same.
+
+    Args:
+        isolator: that ran it.
+        trial: the call.
+        differing: the places that differ, in words; None takes those at which rounding does not explain the difference.
+    """
+
+    def __init__(self, isolator: Isolator, trial: Trial, differing: Sequence[str] | None = None):
+        self.isolator, self.trial, self.subject = isolator, trial, isolator.subject
+        self.torch_layer: Layer = isolator.torch_layers[trial.torch.path]
+        self.flax_layer: Layer = isolator.flax_layers[trial.partner.path]
+        # Weights that are known to be Flax's own, and edits taken for granted: hypotheses are tried on top of them.
+        self.baseline: Mapping[str, np.ndarray] = {}
+        self.base: Edits = {}
+        self.before = {place: self.ratio(place, trial.expected.get(place)) for place in {**trial.expected, **trial.actual}}
+        self.differing = [
+            place for place, ratio in self.before.items() if (ratio > 1 if differing is None else str(place) in differing)
+        ]
+
+    # --- what is known of it ------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        return self.trial.torch.path
+
+    @property
+    def kind(self) -> str:
+        """The public name of torch's class."""
+        return self.torch_layer.kinds[0]
+
+    def is_a(self, *names: str) -> bool:
+        """Whether torch's module is one of these classes of torch.nn, or derived from one."""
+        return any(kind == f"torch.nn.{name}" for kind in self.torch_layer.kinds for name in names)
+
+    @cached_property
+    def operations(self) -> list[Operation]:
+        """What torch's module does itself; nothing if it cannot be run again."""
+        one = self.trial.torch
+        try:
+            with self.subject.torch.pinned():
+                return self.subject.torch.operations(
+                    self.subject.torch_model, one.path, one.args, one.kwargs, self.trial.replies, dtype=self.isolator.dtype
+                )
+        except Exception:
+            return []
+
+    def named(self, *names: str) -> list[Operation]:
+        """The operations of these names, in place or not."""
+        return [op for op in self.operations if op.name.rstrip("_").lstrip("_") in names or op.name in names]
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """The arrays of torch's module that no answering module below holds, each with Flax's in torch's layout."""
+        answering = tuple(f"{name}." for name in self.trial.replies)
+        found: dict[str, list[Pair]] = {}
+        for one in self.subject.pairing.pairs:
+            path = one.source.array_path
+            if under(path, self.path) and not path.startswith(answering or "\0"):
+                found.setdefault(path, []).append(one)
+        return [Weight(path, pairs) for path, pairs in found.items()]
+
+    @cached_property
+    def unpaired_weights(self) -> list[Leaf]:
+        """Floating point arrays of torch's module for which Flax has none."""
+        known = {p.source.array_path for p in self.subject.pairing.pairs}
+        answering = tuple(f"{name}." for name in self.trial.replies)
+        return [
+            leaf
+            for leaf in self.subject.torch.leaves(self.subject.torch_model)
+            if under(leaf.path, self.path) and leaf.path not in known and "float" in leaf.dtype
+            if not leaf.path.startswith(answering or "\0")
+        ]
+
+    def known(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every value that torch's module has at hand: what it is given, what others give it, what it gives them."""
+        for path, array in by_argument(self.trial.torch).items():
+            yield f"its own {path}", array
+        for key in self.isolator.children.get(self.trial.torch.key, ()):
+            one = self.isolator.calls[key]
+            call = f", call {one.call + 1}" if one.call else ""
+            for path, array in by_argument(one).items():
+                yield f"what {one.path}{call} is given ({path})", array
+            for path, array in flatten(one.output, is_array):
+                if is_array(array):
+                    yield f"what {one.path}{call} returns{' at ' + path if path else ''}", array
+
+    # --- what it would compute ----------------------------------------------------------------
+
+    def again(self, edits: Edits | None = None, **changes: Any) -> Values:
+        """Torch's module once more, with operations edited, other arguments, other weights or in train mode."""
+        edits = {**self.base, **(edits or {})}
+        if edits:
+            changes["watch"] = self.subject.torch.Edited(edits)
+        weights = changes.pop("weights", None)
+        if weights is not None or self.baseline:
+            changes["weights"] = {**self.baseline, **(weights or {})}
+        return torch_again(self.trial, self.subject, **changes)
+
+    def edited(self, chosen: Iterable[Operation], edit: str, **settings: Any) -> "Edited":
+        """The module with one edit at each of the chosen operations."""
+        return Edited(self, {op.number: (edit, settings) for op in chosen})
+
+    def flax_again(self, **changes: Any) -> Values:
+        """Flax's module once more on the same arguments, at the places that are its own outputs."""
+        trial = self.trial
+        run = self.isolator.run_flax(trial, self.flax_replies(), **changes)
+        other = replace(trial, expected={}, noise={}, actual={})
+        told = {n: c for n, c in self.isolator.told(trial.torch).items() if n in trial.replies}
+        self.isolator.collect(other, run, told)
+        return other.actual
+
+    def flax_replies(self) -> dict[str, list[Any]]:
+        told = self.isolator.told(self.trial.torch)
+        return {self.isolator.partners[n].path: [r for _, r in calls] for n, calls in told.items() if n in self.trial.replies}
+
+    # --- how well it fits ---------------------------------------------------------------------
+
+    def ratio(self, place: Place, value: Any, unit: float = 0.0) -> float:
+        """How far Flax's value is from another one, in units of what rounding explains."""
+        actual = self.trial.actual.get(place)
+        if not is_array(actual) or not is_array(value):
+            return 0.0 if type(actual) is type(value) and bool(actual == value) else float("inf")
+        if actual.shape != value.shape:
+            return float("inf")
+        a, b = in_parts(actual), in_parts(value)
+        if not same_specials(a, b).all():
+            return float("inf")
+        gap = largest_gap(a, b)
+        limit = max(self.trial.bounds.get(place, 0.0), bound(None, value)) + unit * finite_scale(b)
+        return gap / limit if limit else (0.0 if gap == 0 else float("inf"))
+
+    def explained(self, values: Values, unit: float = 0.0) -> tuple[dict[Place, float], bool]:
+        """The differing places whose difference is gone, each with what is left, and whether none that agreed is broken."""
+        after = {place: self.ratio(place, value, unit) for place, value in values.items()}
+        gone = {p: after[p] for p in self.differing if p in after and after[p] <= min(GONE, self.before[p] * FALL)}
+        broken = any(ratio > GONE for place, ratio in after.items() if place not in self.differing)
+        return gone, not broken
+
+    def residual(self, values: Values) -> np.ndarray:
+        """What is left of the difference at the differing places, in one row; empty if shapes do not fit."""
+        rows = []
+        for place in self.differing:
+            actual, value = self.trial.actual.get(place), values.get(place)
+            if not is_array(actual) or not is_array(value) or actual.shape != value.shape:
+                return np.zeros(0)
+            rows.append((in_parts(value) - in_parts(actual)).ravel())
+        row = np.concatenate(rows) if rows else np.zeros(0)
+        return row if np.isfinite(row).all() else np.zeros(0)
+
+    def left_of(self, values: Values) -> float:
+        """The share of the difference that is left, in the mean square; infinite if shapes or NaN do not fit."""
+        before, after = self.residual(self.trial.expected), self.residual(values)
+        if not after.size or after.shape != before.shape:
+            return float("inf")
+        return float(np.linalg.norm(after) / (np.linalg.norm(before) or 1.0))
+
+    def solved(self, values: Callable[[float], Values], start: Sequence[float]) -> float | None:
+        """The number for which the difference is gone, found from the best of some; None if there is none.
+
+        Gauss and Newton's steps on the logarithm, so that an epsilon is found as well as a factor.
+        """
+        tried = [(norm(self.residual(values(number))), number) for number in start]
+        size, best = min(tried, key=lambda t: t[0])
+        if not np.isfinite(size):
+            return None
+        for _ in range(STEPS):
+            here, step = self.residual(values(best)), 1e-6
+            there = self.residual(values(best * (1 + step)))
+            if not here.size or here.shape != there.shape:
+                return None
+            slope = (there - here) / step
+            if not slope.any():
+                return None
+            move = float(np.clip(-(slope @ here) / (slope @ slope), -2, 2))
+            best *= float(np.exp(move))
+            if abs(move) < 1e-13:
+                break
+        return best if norm(self.residual(values(best))) < size else None
+
+
+@dataclass(frozen=True)
+class Edited:
+    """What torch's module computes with some operations edited.
+
+    Attributes:
+        suspect: the pair.
+        edits: by number of the operation.
+    """
+
+    suspect: Suspect
+    edits: Edits
+
+    def __call__(self) -> Values:
+        return self.suspect.again(self.edits)
+
+
+def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]:
+    """All operations of a kind together, those of one shape together, and each alone; with words that tell which."""
+    all_ = list(chosen)
+    yield "", all_
+    if len(all_) < 2:
+        return
+    shapes: dict[Any, list[Operation]] = {}
+    for op in all_:
+        shapes.setdefault((op.shapes, op.shape), []).append(op)
+    for shape, those in shapes.items():
+        if 1 < len(those) < len(all_):
+            yield f" where it takes {shape[0][0]}", those
+    for number, op in enumerate(all_ if len(all_) <= ALONE else []):
+        yield f" (number {number + 1} of {len(all_)})", [op]
+
+
+STEPS = 25
+
+
+def norm(row: np.ndarray) -> float:
+    return float(np.abs(row).max()) if row.size else float("inf")
+
+
+def under(path: str, owner: str) -> bool:
+    return not owner or path.startswith(f"{owner}.")

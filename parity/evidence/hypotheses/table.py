@@ -1,0 +1,109 @@
+"""The table of hypotheses, and the door by which users add theirs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from parity.errors import InputError
+from parity.evidence.hypotheses import (
+    activations,
+    attention,
+    masks,
+    mode,
+    norms,
+    orders,
+    parameters,
+    rounding,
+    sums,
+    tensors,
+    windows,
+)
+from parity.evidence.hypotheses.suspect import Suspect, Variant
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One way in which a port goes wrong.
+
+    Attributes:
+        name: in reports.
+        variants: what torch's module would compute if the Flax module were wrong in that way; any number
+            of ways to be so, none if it does not apply.
+        resort: tried only where nothing before it explains all that differs.
+    """
+
+    name: str
+    variants: Callable[[Suspect], Iterable[Variant]]
+    resort: bool = False
+
+
+# Arrays that differ are a cause by themselves: all else is tried with Flax's own arrays in torch's module.
+WEIGHTS = Hypothesis("weights", parameters.not_torchs)
+
+# In the order in which causes that fit equally well are told: the simplest and likeliest first.
+HYPOTHESES: list[Hypothesis] = [
+    Hypothesis("dropout left on", mode.random_numbers),
+    Hypothesis("epsilon", norms.epsilon),
+    Hypothesis("variance", norms.variance),
+    Hypothesis("train mode", norms.batch_statistics),
+    Hypothesis("running statistics", parameters.statistics),
+    Hypothesis("activation", activations.activation),
+    Hypothesis("softmax scale", attention.softmax_scale),
+    Hypothesis("mask", attention.masking),
+    Hypothesis("mask that is passed on", masks.given_masks),
+    Hypothesis("ids", masks.ids),
+    Hypothesis("setting that is passed on", masks.settings),
+    Hypothesis("fully hidden rows", attention.hidden_rows),
+    Hypothesis("arguments exchanged", tensors.exchanged),
+    Hypothesis("axes of arguments", tensors.axes_of_arguments),
+    Hypothesis("order of heads", orders.heads),
+    Hypothesis("flatten order", orders.flattened),
+    Hypothesis("order of pieces", orders.pieces),
+    Hypothesis("fused projection", parameters.per_head),
+    Hypothesis("gates", parameters.gate_order),
+    Hypothesis("bias", parameters.bias),
+    Hypothesis("kernel layout", parameters.transposed_in_code),
+    Hypothesis("convolution", windows.convolving),
+    Hypothesis("pooling", windows.pooling),
+    Hypothesis("resizing", windows.resizing),
+    Hypothesis("axis", orders.softmax_axis),
+    Hypothesis("weight norm", parameters.weight_norm),
+    Hypothesis("scale", parameters.unused),
+    Hypothesis("norm placement", tensors.norm_placement),
+    Hypothesis("residual", tensors.residual),
+    Hypothesis("factor", sums.scaling),
+    Hypothesis("another value", tensors.another_value),
+    Hypothesis("part of a value", tensors.part_of_a_value),
+    Hypothesis("rotary pairs", tensors.pairs_of_channels),
+    Hypothesis("terms", sums.summing),
+    Hypothesis("order of axes", tensors.axes, resort=True),
+    Hypothesis("precision", rounding.precision, resort=True),
+    Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),
+]
+
+
+def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) -> Hypothesis:
+    """Add a way in which ports go wrong to those that `parity.diagnose` tries.
+
+    Args:
+        name: of the cause, in reports; new.
+        variants: gets a pair that differs when run alone, and yields what torch's module would compute
+            if the Flax module were wrong in that way. A variant whose values are Flax's, where torch's
+            own are not, is a cause.
+
+    Returns:
+        The hypothesis.
+
+    Raises:
+        InputError: the name is taken or empty, or `variants` cannot be called.
+    """
+    problems = []
+    if not isinstance(name, str) or not name:
+        problems.append(f"name must be some words, got {name!r}")
+    if any(one.name == name for one in HYPOTHESES):
+        problems.append(f"there is a hypothesis {name!r} already; choose another name")
+    if not callable(variants):
+        problems.append(f"variants must be a function of a suspect, got {variants!r}")
+    if problems:
+        raise InputError("add_hypothesis: " + "; ".join(problems))
+    HYPOTHESES.append(Hypothesis(name, variants))
+    return HYPOTHESES[-1]

@@ -1,0 +1,264 @@
+"""Another array than torch's in the same place: arguments exchanged, a residual forgotten, a factor, other axes."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
+from parity.evidence.trial import Place, by_argument, is_array
+
+
+def floats(suspect: Suspect) -> list[Place]:
+    """The differing places at which both sides have numbers of one shape."""
+    expected, actual = suspect.trial.expected, suspect.trial.actual
+    return [
+        place
+        for place in suspect.differing
+        if is_array(expected.get(place)) and is_array(actual.get(place)) and expected[place].dtype.kind == "f"
+    ]
+
+
+def known_values(suspect: Suspect) -> list[tuple[str, np.ndarray]]:
+    """What is at hand, the same numbers under their first name only."""
+    found: list[tuple[str, np.ndarray]] = []
+    for name, array in suspect.known():
+        if array.dtype.kind == "f" and not any(a.shape == array.shape and np.array_equal(a, array) for _, a in found):
+            found.append((name, array))
+    return found
+
+
+def another_value(suspect: Suspect) -> Iterator[Variant]:
+    """What stands there is another value that the module has at hand."""
+    known = known_values(suspect)
+    for source, places in by_source(suspect, known).items():
+        shape = suspect.trial.expected[places[0]].shape
+        for name, array in known:
+            if array.shape == shape and name != source:
+                here = f" in place of {source}" if source else ""
+                change = f"give it {source or 'what torch does'}"
+                yield Variant(f"{listed(places)} is {name}{here}", change, at_all(dict.fromkeys(places, array)))
+                for place in places if len(places) > 1 else ():
+                    yield Variant(f"{place} is {name}{here}", change, at(place, array))
+
+
+def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
+    """Another position, or another summary, along one axis of a value: the first step for the last, a mean for a maximum."""
+    known = known_values(suspect)
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        for name, array in known:
+            for axis in range(array.ndim):
+                if array.shape[:axis] + array.shape[axis + 1 :] != mine.shape:
+                    continue
+                last = array.shape[axis] - 1
+                parts = {f"position {i}": np.take(array, i, axis) for i in range(min(last, MANY))}
+                parts["the last position"] = np.take(array, last, axis)
+                parts |= {"the mean": array.mean(axis), "the sum": array.sum(axis), "the maximum": array.max(axis)}
+                torchs = next((part for part, value in parts.items() if np.array_equal(value, mine)), "")
+                source = f"{torchs} there" if torchs else "what torch does"
+                for part, value in parts.items():
+                    if not np.array_equal(value, mine):
+                        yield Variant(f"{place} is {part} along axis {axis} of {name}", f"take {source}", at(place, value))
+
+
+def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str, list[Place]]:
+    """The differing places by the name of what stands there in torch, '' for what has none, one by one."""
+    found: dict[str, list[Place]] = {}
+    nameless = []
+    for place in floats(suspect):
+        mine = suspect.trial.expected[place]
+        source = next((name for name, array in known if array.shape == mine.shape and np.array_equal(array, mine)), "")
+        if source:
+            found.setdefault(source, []).append(place)
+        else:
+            nameless.append(place)
+    return found | ({"": nameless[:1]} if nameless else {})
+
+
+def listed(places: list[Place]) -> str:
+    return str(places[0]) + (f" (and {len(places) - 1} more)" if len(places) > 1 else "")
+
+
+def norm_placement(suspect: Suspect) -> Iterator[Variant]:
+    """A module is given what a norm is given, not what the norm returns, or the other way round."""
+    layers = suspect.isolator.torch_layers
+    norms = [
+        suspect.isolator.calls[key]
+        for key in suspect.isolator.children.get(suspect.trial.torch.key, ())
+        if "norm" in layers[key[0]].kinds[0].lower()
+    ]
+    for one in norms:
+        if not is_array(one.output) or not one.args or not is_array(one.args[0]):
+            continue
+        for here, there, word in ((one.output, one.args[0], "before"), (one.args[0], one.output, "behind")):
+            places = [
+                place
+                for place in floats(suspect)
+                if place.child != one.path and here.shape == there.shape == suspect.trial.expected[place].shape
+                if np.array_equal(suspect.trial.expected[place], here)
+            ]
+            for chosen in [places, *([p] for p in places if len(places) > 1)] if places else []:
+                side = "what that is given" if word == "before" else "what that returns"
+                what = f"{listed(chosen)} is taken {word} {one.path}: it is {side}"
+                yield Variant(what, f"apply {one.path} where torch does", at_all(dict.fromkeys(chosen, there)))
+
+
+def exchanged(suspect: Suspect) -> Iterator[Variant]:
+    """Arguments of the module itself, of one shape, taken for each other."""
+    arrays = {p: a for p, a in by_argument(suspect.trial.torch).items() if a.dtype.kind == "f" and p.startswith("args[")}
+    paths = [p for p in arrays if p.count("[") == 1]
+    for order in itertools.permutations(paths) if 1 < len(paths) <= 4 else ():
+        moved = {p: o for p, o in zip(paths, order) if p != o}
+        if not moved or any(arrays[p].shape != arrays[o].shape for p, o in moved.items()):
+            continue
+        new = list(suspect.trial.torch.args)
+        for path, other in moved.items():
+            new[int(path[5:-1])] = arrays[other]
+        said = ", ".join(f"{p} is taken for {o}" for p, o in moved.items() if p < o or moved.get(o) != p)
+        yield Variant(said, "use the arguments in torch's order", lambda args=tuple(new): suspect.again(args=args))
+
+
+def residual(suspect: Suspect) -> Iterator[Variant]:
+    """A value that torch adds is not added, is added twice, or another is added in its place."""
+    known = known_values(suspect)
+    expected = {place: suspect.trial.expected[place] for place in floats(suspect)}
+    for name, array in known:
+        same = {place: mine for place, mine in expected.items() if mine.shape == array.shape}
+        if same:
+            where = listed(list(same))
+            less = {place: mine - array for place, mine in same.items()}
+            yield Variant(f"{where} lacks {name}: a residual is not added", f"add {name}", at_all(less))
+            more = {place: mine + array for place, mine in same.items()}
+            yield Variant(f"{where} has {name} once too often", f"add {name} once", at_all(more))
+    for (name, array), (other, instead) in itertools.permutations(known, 2) if len(known) <= MANY else ():
+        same = {
+            place: mine - array + instead
+            for place, mine in expected.items()
+            if mine.shape == array.shape == instead.shape and not np.array_equal(mine, array)
+        }
+        if same:
+            what = f"{listed(list(same))} has {other} added where torch adds {name}"
+            yield Variant(what, f"add {name}", at_all(same))
+
+
+# Values at hand beyond which they are not tried in pairs.
+MANY = 16
+
+
+def factor(suspect: Suspect) -> Iterator[Variant]:
+    """All of a value is torch's times one number, or shifted by one."""
+    for place in floats(suspect):
+        mine, theirs = suspect.trial.expected[place], suspect.trial.actual[place]
+        if mine.shape != theirs.shape or not np.isfinite(mine).all() or not np.isfinite(theirs).all():
+            continue
+        size = float((mine * mine).sum())
+        ratio = float((mine * theirs).sum()) / size if size else 1.0
+        if ratio and not math.isclose(ratio, 1, rel_tol=1e-12):
+            name = named_factor(ratio, mine.shape)
+            yield Variant(
+                f"{place} is {name} times torch's",
+                f"multiply by {named_factor(1 / ratio, mine.shape)}",
+                at(place, mine * ratio),
+            )
+        shift = float((theirs - mine).mean()) if mine.size > 1 else 0.0
+        if shift:
+            yield Variant(f"{place} is torch's plus {shift:.6g}", f"subtract {shift:.6g}", at(place, mine + shift))
+
+
+def named_factor(number: float, shape: tuple[int, ...]) -> str:
+    """A factor in the words of sizes where it is one: `sqrt(8)`, `2 (sqrt(4))`."""
+    for size in dict.fromkeys([*sorted(set(shape), reverse=True), *range(2, 4097)]):
+        for value, name in ((size**0.5, f"sqrt({size})"), (size**-0.5, f"1/sqrt({size})")):
+            if size > 1 and math.isclose(number, value, rel_tol=1e-9):
+                return name if float(f"{number:.6g}") != value else f"{number:.6g} ({name})"
+    short = f"{number:.6g}"
+    return f"(1 {number - 1:+.3g})" if short == "1" else short
+
+
+def axes(suspect: Suspect) -> Iterator[Variant]:
+    """The same numbers in other places: axes exchanged, turned round, or read in another order."""
+    for place in floats(suspect):
+        mine, theirs = suspect.trial.expected[place], suspect.trial.actual[place]
+        if mine.size != theirs.size or mine.ndim > 5:
+            continue
+        for order in itertools.permutations(range(mine.ndim)):
+            if order == tuple(range(mine.ndim)):
+                continue
+            turned = mine.transpose(order)
+            if turned.shape == theirs.shape:
+                yield Variant(f"{place} has torch's axes in the order {order}", "transpose them back", at(place, turned))
+            yield Variant(
+                f"{place} is torch's transposed to {order} and read in that order",
+                "transpose before reshaping",
+                at(place, turned.reshape(theirs.shape)),
+            )
+        for axis in range(mine.ndim) if mine.shape == theirs.shape else ():
+            yield Variant(f"{place} is turned round along axis {axis}", "turn it back", at(place, np.flip(mine, axis)))
+            for step in (1, -1):
+                yield Variant(
+                    f"{place} is moved by {step} along axis {axis}", "move it back", at(place, np.roll(mine, step, axis))
+                )
+
+
+def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
+    """Two axes of what the module is given taken for each other: batch and length, length and heads."""
+    given = suspect.trial.torch.args
+    ndims = {a.ndim for a in given if is_array(a) and a.dtype.kind == "f"}
+    for first, second in itertools.combinations(range(min(ndims)), 2) if ndims and min(ndims) > 1 else ():
+
+        def values(first: int = first, second: int = second) -> Values:
+            found = suspect.again(args=tuple(swapped(a, first, second) for a in given))
+            return {place: swapped(value, first, second) for place, value in found.items()}
+
+        what = f"axes {first} and {second} of the arguments are taken for each other"
+        yield Variant(what, "exchange them back where the module is called", values)
+
+
+def swapped(value: Any, first: int, second: int) -> Any:
+    return np.swapaxes(value, first, second) if is_array(value) and value.ndim > second and value.dtype.kind == "f" else value
+
+
+def pairs_of_channels(suspect: Suspect) -> Iterator[Variant]:
+    """Rotary embedding that pairs neighbouring channels where torch pairs the halves, or the other way round."""
+    given = suspect.trial.torch.args
+    places = [place for place in floats(suspect) if place.child is None]
+    for width in {a.shape[-1] for a in given if is_array(a) and a.dtype.kind == "f" and a.ndim > 1}:
+        fitting = [i for i, a in enumerate(given) if is_array(a) and a.dtype.kind == "f" and a.shape[-1:] == (width,)]
+        groups = [[i] for i in fitting] + ([fitting[:2], fitting] if len(fitting) > 1 else [])
+        for chosen, neighbours, back in itertools.product(
+            groups if width % 2 == 0 and width > 2 else [], (True, False), (True, False)
+        ):
+            order = np.arange(width).reshape((-1, 2) if neighbours else (2, -1)).T.ravel()
+            said = (
+                "neighbouring channels where torch rotates" if neighbours else "the two halves of channels where torch rotates"
+            )
+            yield Variant(
+                f"the rotary embedding rotates {said} {'the two halves' if neighbours else 'neighbours'}",
+                "pair the channels as torch does, or permute q and k",
+                reordered(suspect, places, chosen, order, back),
+            )
+
+
+def reordered(suspect: Suspect, places: list[Place], chosen: list[int], order: np.ndarray, back: bool) -> Callable[[], Values]:
+    """The module on arguments with their channels in another order, its results in the old order if they have channels."""
+
+    def values() -> Values:
+        args = tuple(a[..., order] if i in chosen else a for i, a in enumerate(suspect.trial.torch.args))
+        found = suspect.again(args=args)
+        restored = np.argsort(order)
+        return {p: found[p][..., restored] if back and found[p].shape[-1] == order.size else found[p] for p in places}
+
+    return values
+
+
+def at_all(found: Values) -> Callable[[], Values]:
+    """The values at some places, nothing said of others."""
+    return lambda: found
+
+
+def at(place: Place, value: Any) -> Callable[[], Values]:
+    """The value at one place, nothing said of others."""
+    return lambda: {place: value}

@@ -1,0 +1,150 @@
+"""What differs in a call that was run alone, beyond what rounding explains."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parity.evidence.calls import Alone
+from parity.evidence.conventions import MASK
+from parity.evidence.faults import Difference
+from parity.evidence.numerics import (
+    SEMANTICS_FACTOR,
+    UNIT,
+    finite_scale,
+    identity,
+    largest_gap,
+    same_specials,
+    semantics_bound,
+)
+from parity.evidence.subject import Subject
+from parity.evidence.trial import Place, Trial, is_array, like
+
+# A difference that large is no question of rounding: torch's float64 noise is not measured for it.
+GROSS = 1e6
+
+SHAKEN_RUNS = 3
+
+
+def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], float]:
+    """What differs between the two, place by place, and the largest difference over what rounding explains."""
+    if trial.error:
+        return (), float("inf")
+    trial.bounds = {p: bound(trial.noise.get(p), leaf) for p, leaf in trial.expected.items() if is_array(leaf)}
+    differences, worst = differing(trial, trial.actual)
+    if differences and worst < GROSS:
+        shaken = rounded_otherwise(trial, subject)
+        for place in trial.bounds:
+            own = max(
+                (largest_gap(r[place], trial.expected[place]) for r in shaken if fits(r.get(place), trial, place)), default=0
+            )
+            trial.bounds[place] += SEMANTICS_FACTOR * own
+        differences, worst = differing(trial, trial.actual)
+    return differences, worst
+
+
+def fits(found: Any, trial: Trial, place: Place) -> bool:
+    return is_array(found) and found.shape == trial.expected[place].shape
+
+
+def rounded_otherwise(trial: Trial, subject: Subject) -> list[dict[Place, Any]]:
+    """Torch's module again, with every intermediate result moved by at most half an ulp."""
+    return [
+        torch_again(trial, subject, watch=subject.torch.Shaken(UNIT, subject.seed * 101 + number))
+        for number in range(SHAKEN_RUNS)
+    ]
+
+
+def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, Any]:
+    """Torch's module run alone under changes, its children answering as they did; its values by place."""
+    one = replace(trial.torch, args=changes.pop("args", trial.torch.args), kwargs=changes.pop("kwargs", trial.torch.kwargs))
+    replies = changes.pop("replies", trial.replies)
+    with subject.torch.pinned():
+        run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, replies, **changes)
+    return at_places(trial, run)
+
+
+def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:
+    """The values of a torch run at the places that are compared."""
+    given: dict[tuple[str, int], dict[str, Any]] = {}
+    for (child, call, path), value in run.given.items():
+        given.setdefault((child, call), {})[path] = value
+    for (child, call), arrays in given.items():
+        rule = trial.child_rules.get(child)
+        given[child, call] = rule.rewritten(arrays) if rule else arrays
+    found = {}
+    for place, mine in trial.expected.items():
+        if place.child is None:
+            found[place] = run.outputs.get(place.path)
+            continue
+        value = given.get((place.child, place.call), {}).get(place.path)
+        found[place] = like(value, mine) if place.path == MASK and is_array(value) and is_array(mine) else value
+    return found
+
+
+def bound(noise: Any, expected: np.ndarray) -> float:
+    """What rounding explains between two float64 values of one place."""
+    plain = noise if is_array(noise) and noise.shape == expected.shape else expected
+    return semantics_bound(in_parts(plain), in_parts(expected))
+
+
+def in_parts(array: np.ndarray) -> np.ndarray:
+    """The array in float64, complex numbers as real and imaginary part on a last axis."""
+    wide: Callable[[np.ndarray], np.ndarray] = lambda a: np.asarray(a).astype(np.float64)  # noqa: E731
+    return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
+
+
+def differing(trial: Trial, actual: Mapping[Place, Any]) -> tuple[tuple[Difference, ...], float]:
+    """What differs between torch's values and others at the same places, worst first."""
+    found, worst = [], 0.0
+    for place in [*trial.expected, *(p for p in actual if p not in trial.expected)]:
+        difference, ratio = difference_at(place, trial, actual)
+        worst = max(worst, ratio)
+        found += [difference] if difference else []
+    return tuple(sorted(found, key=lambda d: -d.ratio)), worst
+
+
+def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tuple[Difference | None, float]:
+    def reason(text: str) -> tuple[Difference, float]:
+        return Difference(str(place), float("inf"), reason=text), float("inf")
+
+    if place not in actual or place not in trial.expected:
+        side, other = ("torch", "flax") if place in trial.expected else ("flax", "torch")
+        return reason(f"{side} has it, {other} has not")
+    mine, theirs = trial.expected[place], actual[place]
+    if not is_array(mine) or not is_array(theirs):
+        same = is_array(mine) == is_array(theirs) and bool(mine == theirs)
+        return (None, 0.0) if same else reason(f"expected (torch) {told(mine)}, actual (flax) {told(theirs)}")
+    if mine.shape != theirs.shape:
+        return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
+    if mine.dtype.kind in "biu" or theirs.dtype.kind in "biu":
+        wrong = mine.astype(np.float64) != theirs.astype(np.float64)
+        if not wrong.any():
+            return None, 0.0
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
+        return Difference(str(place), float("inf"), *figures), float("inf")
+    a, b = in_parts(theirs), in_parts(mine)
+    special = same_specials(a, b)
+    if not special.all():
+        at = tuple(int(i) for i in np.argwhere(~special)[0])
+        count = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}"
+        return reason(f"{count}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}")
+    limit = trial.bounds[place]
+    result, _ = identity(a, b, limit)
+    if result.zero or result.ratio <= 1:
+        return None, result.ratio
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.nan_to_num(np.abs(a - b), nan=0.0)
+    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+    unit = UNIT.get(str(theirs.dtype), 0.0)
+    text = ""
+    if unit > UNIT["float64"] and mine.dtype == np.float64 and gap.max() <= SEMANTICS_FACTOR * unit * finite_scale(b):
+        text = f"Flax has {theirs.dtype} in a float64 run, torch float64: a cast or a dtype argument pins it"
+    figures = (int((gap > limit).sum()), gap.size, at, float(a[at]), float(b[at]))
+    return Difference(str(place), result.ratio, *figures, float(gap[at]), text), result.ratio
+
+
+def told(value: Any) -> str:
+    return f"an array {value.shape}" if is_array(value) else repr(value)

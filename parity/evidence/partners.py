@@ -1,0 +1,133 @@
+"""Which module of one model stands for which of the other: by name, by the transfer's plan, by the order of calls."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parity.evidence.calls import ModuleCall
+from parity.evidence.subject import Subject
+from parity.weights.leaf import Layer
+from parity.weights.paths import split
+from parity.weights.rules import row_of
+
+DecidedBy = Literal["name", "plan", "call order"]
+
+
+@dataclass(frozen=True)
+class Partner:
+    """The Flax module that stands for a torch module.
+
+    Attributes:
+        path: of the Flax module, in torch's words.
+        decided_by: a name or a rename; the parameters that the transfer's plan pairs; or that both
+            are the only ones left, in the order in which they are called.
+    """
+
+    path: str
+    decided_by: DecidedBy
+
+
+def partners(
+    subject: Subject, torch_calls: list[ModuleCall], flax_calls: list[ModuleCall]
+) -> tuple[dict[str, Partner], tuple[str, ...]]:
+    """The partner of every torch module that is called, and what has none, with the reason.
+
+    Returns:
+        Partners by torch path, and one sentence for each module without one.
+    """
+    called = list(dict.fromkeys(c.path for c in torch_calls))
+    torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
+    flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+    found: dict[str, Partner] = {}
+    for path in called:
+        renamed, key = subject.pairing.renames.apply(path)
+        if renamed in flax_layers:
+            found[path] = Partner(renamed, "name" if key is None else "plan")
+    by_plan(subject, called, found)
+    by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
+    taken = {partner.path for partner in found.values()}
+    alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found]
+    # What a layer of the ledger is made of inside is that layer's own business.
+    whole = tuple(f"{b.path}." for a, b in found.items() if a and ruled(torch_layers.get(a), flax_layers.get(b.path)))
+    theirs = [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken]
+    alone += [f"{path} (flax only)" for path in theirs if not path.startswith(whole or "\0")]
+    return found, tuple(alone)
+
+
+def ruled(mine: Layer | None, theirs: Layer | None) -> bool:
+    return mine is not None and theirs is not None and row_of(mine.kinds, theirs.kinds) is not None
+
+
+def known_names(subject: Subject, wanted: Iterable[str]) -> dict[str, str]:
+    """For a Flax module of several paths none of which is wanted by itself, the one that is."""
+    paths, owners = set(wanted), dict[Any, list[str]]()
+    for leaf in subject.flax.leaves(subject.flax_model):
+        owners.setdefault(leaf.identity, []).append(leaf.owner)
+    names = {
+        path: next((p for p in group if p in paths), path) for group in owners.values() for path in group if path not in paths
+    }
+    for layer in subject.flax.layers(subject.flax_model):
+        known = next((path for path in (layer.path, layer.own_path, *layer.also) if path in paths), None)
+        names |= {layer.path: known} if known is not None else {}
+    return names
+
+
+def by_plan(subject: Subject, called: list[str], found: dict[str, Partner]) -> None:
+    """Add the modules whose parameters lie, by the transfer's plan, in one module of the other side."""
+    owners = {p.source.array_path: p.target.owner for p in subject.pairing.pairs}
+    taken = {partner.path for partner in found.values()}
+    # From the inside: of two modules with the same parameters the inner one is the layer itself.
+    for path in sorted((p for p in called if p not in found), key=lambda p: -p.count(".")):
+        below = {owner for name, owner in owners.items() if f"{name}.".startswith(f"{path}.")}
+        common = shared_start(below)
+        if below and common and common not in taken:
+            found[path] = Partner(common, "plan")
+            taken.add(common)
+
+
+def shared_start(paths: set[str]) -> str:
+    """The deepest path under which all of them lie."""
+    first, *others = [path.split(".") for path in paths] or [[]]
+    length = 0
+    while length < len(first) and all(other[: length + 1] == first[: length + 1] for other in others):
+        length += 1
+    return ".".join(first[:length])
+
+
+def by_order(
+    torch_calls: list[ModuleCall],
+    flax_calls: list[ModuleCall],
+    torch_layers: Mapping[str, Layer],
+    flax_layers: Mapping[str, Layer],
+    found: dict[str, Partner],
+) -> None:
+    """Add modules that are left over inside one pair, as many on both sides and alike one by one."""
+    taken = {partner.path for partner in found.values()}
+    for parent, partner in list(found.items()):
+        mine = left_over(torch_calls, parent, set(found))
+        theirs = left_over(flax_calls, partner.path, taken)
+        alike = len(mine) == len(theirs) and all(
+            kindred(torch_layers.get(a), flax_layers.get(b)) for a, b in zip(mine, theirs, strict=True)
+        )
+        for a, b in zip(mine, theirs, strict=True) if alike else ():
+            found[a] = Partner(b, "call order")
+
+
+def left_over(calls: list[ModuleCall], parent: str, paired: set[str]) -> list[str]:
+    """The modules called by one module that have no partner yet, in the order of their first calls."""
+    return list(dict.fromkeys(c.path for c in calls if c.inside and c.inside[0] == parent and c.path not in paired))
+
+
+def kindred(mine: Layer | None, theirs: Layer | None) -> bool:
+    """Whether two modules may stand for each other: a row of the ledger, or like names of classes."""
+    if ruled(mine, theirs):
+        return True
+    if mine is None or theirs is None:
+        return False
+    a, b = (simple(kinds[0]) for kinds in (mine.kinds, theirs.kinds))
+    return a in b or b in a
+
+
+def simple(kind: str) -> str:
+    name = split(kind)[1].lower()
+    return name.removeprefix("torch").removeprefix("flax")

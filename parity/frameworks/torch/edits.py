@@ -1,0 +1,388 @@
+"""What a torch module would compute if one of its operations were another: edits of single operations by name."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.evidence.calls import Operation
+from parity.frameworks.torch.leaves import dtype_name, torch_dtype
+
+# An operation with its arguments, to be run with others; what it returns takes the operation's place.
+Edit = Callable[..., Any]
+
+
+class Listed(TorchDispatchMode):
+    """Put every operation of a module's own code on the record.
+
+    Attributes:
+        operations: in the order in which they ran.
+        paused: above 0 inside a module that answers as it is told.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.paused:
+            self.operations.append(described(len(self.operations), func, args, kwargs, result))
+        return result
+
+
+def described(number: int, func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
+    """An operation without its tensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return None
+        return tuple(plain(v) for v in value) if isinstance(value, list | tuple) else value
+
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    return Operation(
+        number,
+        func.overloadpacket.__name__,
+        tuple(tuple(t.shape) for t in tensors),
+        tuple(dtype_name(t) for t in tensors),
+        tuple(plain(a) for a in args),
+        {name: plain(value) for name, value in kwargs.items()},
+        tuple(first.shape) if isinstance(first, Tensor) else (),
+        any(maskish(t) for t in tensors),
+        any(t.is_floating_point() and t.numel() > 1 and bool(((t == 0) | (t == 1)).all()) for t in tensors),
+    )
+
+
+def maskish(tensor: Tensor) -> bool:
+    """Whether a tensor hides or shows: booleans, or nothing but 0 and what is far below or just one other value."""
+    if tensor.dtype == torch.bool:
+        return True
+    if not tensor.is_floating_point() or tensor.numel() < 2:
+        return False
+    hidden = (tensor < -1e3) | tensor.isneginf()
+    return bool(hidden.any() and (hidden | (tensor == 0)).all())
+
+
+class Edited(TorchDispatchMode):
+    """Run some operations of a module's own code otherwise.
+
+    Args:
+        edits: by the number of an operation on the record, the name of an edit and its settings.
+    """
+
+    def __init__(self, edits: Mapping[int, tuple[str, Mapping[str, Any]]]):
+        super().__init__()
+        self.edits, self.seen, self.paused = edits, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        number, self.seen = self.seen, self.seen + 1
+        if number not in self.edits:
+            return func(*args, **kwargs)
+        name, settings = self.edits[number]
+        in_place = func.overloadpacket.__name__.endswith("_") and isinstance(args[0], Tensor)
+        given = (args[0].clone(), *args[1:]) if in_place else args
+        result = EDITS[name](functools.partial(called, func), given, kwargs, **settings)
+        return args[0].copy_(result) if in_place else result
+
+
+def called(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------- the edits
+
+
+def argument(run: Edit, args: Any, kwargs: Any, *, index: int, value: Any) -> Any:
+    """Another value for one argument."""
+    return run(*args[:index], value, *args[index + 1 :], **kwargs) if index < len(args) else run(*args, value, **kwargs)
+
+
+def keyword(run: Edit, args: Any, kwargs: Any, *, name: str, value: Any) -> Any:
+    """Another value for one keyword argument."""
+    return run(*args, **{**kwargs, name: value})
+
+
+def left_out(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The first operand as it is."""
+    return args[0].clone()
+
+
+def other_operand(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The second operand as it is."""
+    return args[1].clone()
+
+
+def scaled_input(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
+    """The first operand times a number."""
+    return run(args[0] * factor, *args[1:], **kwargs)
+
+
+def scaled_output(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
+    """The result times a number."""
+    return run(*args, **kwargs) * factor
+
+
+def twice(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
+    """One operand of a sum once more."""
+    return run(*args, **kwargs) + args[operand]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "elu": F.elu,
+    "leaky relu": F.leaky_relu,
+    "leaky relu of slope 0.2": lambda x: F.leaky_relu(x, 0.2),
+    "leaky relu of slope 0.1": lambda x: F.leaky_relu(x, 0.1),
+    "relu6": F.relu6,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "hard tanh": F.hardtanh,
+    "hard sigmoid": F.hardsigmoid,
+    "hard swish": F.hardswish,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "selu": F.selu,
+    "log sigmoid": F.logsigmoid,
+    "squared relu": lambda x: F.relu(x) ** 2,
+    "exp": torch.exp,
+    "identity": lambda x: x.clone(),
+}
+
+
+def activation(run: Edit, args: Any, kwargs: Any, *, to: str) -> Any:
+    """Another function of the first operand."""
+    return ACTIVATIONS[to](args[0])
+
+
+def slope(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """Leaky with another slope."""
+    return F.leaky_relu(args[0], value)
+
+
+def correction(run: Edit, args: Any, kwargs: Any, *, value: int) -> Any:
+    """Another divisor of a variance: n - value."""
+    return run(*args, **{**kwargs, "correction": value})
+
+
+def norm(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+    """A layer norm computed another way."""
+    x, shape, weight, bias, eps = args[:5]
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
+    mean, count = x.mean(dims, keepdim=True), math.prod(shape)
+    variance = ((x - mean) ** 2).mean(dims, keepdim=True)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "unbiased": lambda: (x - mean) / (variance * count / max(count - 1, 1) + eps).sqrt(),
+        "fast variance": lambda: (x - mean) / ((x * x).mean(dims, keepdim=True) - mean * mean + eps).sqrt(),
+        "epsilon outside": lambda: (x - mean) / (variance.sqrt() + eps),
+        "without mean": lambda: x / ((x * x).mean(dims, keepdim=True) + eps).sqrt(),
+        "without scale": lambda: (x - mean) / (variance + eps).sqrt(),
+    }
+    y = ways[way]()
+    if weight is not None and way != "without scale":
+        y = y * weight
+    y = y + bias if bias is not None and way != "without scale" else y
+    return y, mean, variance
+
+
+def softmax(run: Edit, args: Any, kwargs: Any, *, hidden: str) -> Any:
+    """What a row of which everything is hidden gets."""
+    x, dim = args[0], args[1]
+    gone = (x <= -1e3).all(dim, keepdim=True)
+    even = torch.full_like(x, 1.0 / x.shape[dim])
+    fill = {"uniform": even, "zero": torch.zeros_like(x), "nan": torch.full_like(x, float("nan"))}[hidden]
+    return torch.where(gone, fill, torch.softmax(x, dim))
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "inverted": torch.logical_not,
+    "shifted left": lambda m: m.roll(-1, -1),
+    "shifted right": lambda m: m.roll(1, -1),
+    "shifted up": lambda m: m.roll(-1, -2),
+    "shifted down": lambda m: m.roll(1, -2),
+    "transposed": lambda m: m.transpose(-1, -2),
+    "reversed": lambda m: m.flip(-1),
+}
+
+
+def shifted(mask: Tensor, steps: int) -> Tensor:
+    """A causal mask with its diagonal elsewhere: True hides."""
+    rows, columns = mask.shape[-2:]
+    return torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1 + steps).expand(mask.shape)
+
+
+def mask(run: Edit, args: Any, kwargs: Any, *, way: str, at: int, steps: int = 0) -> Any:
+    """Another mask, as the operand at that place."""
+    old = args[at]
+    boolean = old if old.dtype == torch.bool else old < 0
+    if way == "broadcast over queries":
+        new = across(boolean)
+    else:
+        new = shifted(boolean, steps) if way == "causal" else MASKS[way](boolean)
+    if old.dtype != torch.bool:
+        new = torch.where(new, old.min(), torch.zeros_like(old.min()))
+    return run(*args[:at], new, *args[at + 1 :], **kwargs)
+
+
+def across(boolean: Tensor) -> Tensor:
+    """A mask (batch, 1, 1, keys), read as one row for each query: (queries, keys) of a batch as long as the queries."""
+    batch, keys = boolean.shape[0], boolean.shape[-1]
+    return boolean.reshape(batch, -1, keys)[:, 0][None, None]
+
+
+def mask_as_number(run: Edit, args: Any, kwargs: Any, *, sign: float) -> Any:
+    """The mask added to the scores as 0 and 1."""
+    shown = args[1].to(args[0].dtype) if sign > 0 else (~args[1].bool()).to(args[0].dtype)
+    return args[0] + shown
+
+
+def number_as_mask(run: Edit, args: Any, kwargs: Any, *, shows: bool) -> Any:
+    """A mask of 0 and 1 taken for a switch, where it is added."""
+    hidden = (args[1] == 0) if shows else (args[1] != 0)
+    return args[0].masked_fill(hidden, float("-inf"))
+
+
+def fill_added(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """Hidden scores with a number added, where they are replaced."""
+    return torch.where(args[1], args[0] + value, args[0])
+
+
+def reshaped(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Axes that are moved, got by a bare reshape to the same shape instead."""
+    result = run(*args, **kwargs)
+    return args[0].reshape(result.shape)
+
+
+def split_minor(run: Edit, args: Any, kwargs: Any, *, axis: int) -> Any:
+    """An axis split into (heads, width) in the order (width, heads)."""
+    shape = list(run(*args, **kwargs).shape)
+    shape[axis], shape[axis + 1] = shape[axis + 1], shape[axis]
+    return args[0].reshape(shape).transpose(axis, axis + 1)
+
+
+def joined_minor(run: Edit, args: Any, kwargs: Any, *, axis: int) -> Any:
+    """Two axes (heads, width) joined in the order (width, heads)."""
+    return args[0].transpose(axis, axis + 1).reshape(run(*args, **kwargs).shape)
+
+
+def channels_last_first(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Channels moved to the end before all is laid in one row."""
+    return args[0].movedim(1, -1).reshape(run(*args, **kwargs).shape)
+
+
+def parts(run: Edit, args: Any, kwargs: Any, *, order: Sequence[int]) -> Any:
+    """The pieces of a split in another order."""
+    pieces = run(*args, **kwargs)
+    return [pieces[i] for i in order]
+
+
+def convolution(run: Edit, args: Any, kwargs: Any, **change: Any) -> Any:
+    """A convolution with other padding, or a kernel laid otherwise."""
+    x, weight, bias, stride, padding, dilation, transposed, extra, groups = args
+    if "pads" in change:
+        mode = change.get("mode", "constant")
+        flat = [side for low, high in reversed(change["pads"]) for side in (low, high)]
+        x, padding = F.pad(x, flat, mode=mode), [0] * len(padding)
+    if change.get("flip"):
+        weight = weight.flip(tuple(range(2, weight.ndim)))
+    if change.get("swap"):
+        weight = weight.transpose(-1, -2)
+    if change.get("channels"):
+        weight = weight.transpose(0, 1)
+    result = run(x, weight, bias, stride, padding, dilation, transposed, extra, groups, **kwargs)
+    if "shift" in change:
+        result = result.roll(change["shift"], tuple(range(2, result.ndim)))
+    return result
+
+
+def pool(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[tuple[int, int]], fill: float) -> Any:
+    """Pooling with padding that is not the same at both ends."""
+    x, size, stride = args[0], args[1], args[2] or args[1]
+    flat = [side for low, high in reversed(pads) for side in (low, high)]
+    padded = F.pad(x, flat, value=fill)
+    return run(padded, size, stride, **kwargs)
+
+
+def count_pad(run: Edit, args: Any, kwargs: Any, *, include: bool) -> Any:
+    """An average that counts padded zeros, or not."""
+    x, size, stride, padding = args[0], args[1], args[2] if len(args) > 2 else [], args[3] if len(args) > 3 else 0
+    return run(x, size, stride or size, padding, False, include)
+
+
+def nearest_exact(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The nearest value by the centres of pixels."""
+    size = run(*args, **kwargs).shape[2:]
+    return F.interpolate(args[0], size=tuple(size), mode="nearest-exact")
+
+
+def rounded(run: Edit, args: Any, kwargs: Any, *, dtype: str, where: str) -> Any:
+    """Operands or the result cut to a narrower dtype."""
+
+    def cut(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        if dtype == "tf32":
+            return tensor_core(value) if floating else value
+        return value.to(torch_dtype(dtype)).to(value.dtype) if floating else value
+
+    if where == "operands":
+        return run(*(cut(a) for a in args), **kwargs)
+    result = run(*args, **kwargs)
+    return type(result)(cut(r) for r in result) if isinstance(result, tuple | list) else cut(result)
+
+
+def tensor_core(x: Tensor) -> Tensor:
+    """A float32 mantissa cut to 10 bits; other dtypes as they are."""
+    if x.dtype != torch.float32:
+        return x
+    return ((x.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)).view(torch.float32)
+
+
+def logic(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+    """Two masks joined otherwise."""
+    ways = {"or": torch.logical_or, "and": torch.logical_and, "xor": torch.logical_xor}
+    return ways[way](args[0], args[1])
+
+
+EDITS: dict[str, Edit] = {
+    "argument": argument,
+    "keyword": keyword,
+    "left out": left_out,
+    "other operand": other_operand,
+    "scaled input": scaled_input,
+    "scaled output": scaled_output,
+    "twice": twice,
+    "activation": activation,
+    "slope": slope,
+    "correction": correction,
+    "norm": norm,
+    "softmax": softmax,
+    "mask": mask,
+    "mask as number": mask_as_number,
+    "number as mask": number_as_mask,
+    "fill added": fill_added,
+    "reshaped": reshaped,
+    "split minor": split_minor,
+    "joined minor": joined_minor,
+    "channels last first": channels_last_first,
+    "parts": parts,
+    "convolution": convolution,
+    "pool": pool,
+    "count pad": count_pad,
+    "nearest exact": nearest_exact,
+    "rounded": rounded,
+    "logic": logic,
+}
