@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.recurrent import RNNCellBase
 
