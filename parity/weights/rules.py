@@ -39,8 +39,10 @@ from parity.weights.settings import (
     dropout_between_layers,
     einsum_agrees,
     general_axes_agree,
+    groups_agree,
     momentum_agrees,
     norm_axes_agree,
+    normalised_axes_agree,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
@@ -158,6 +160,8 @@ BATCHES = "nnx.BatchNorm counts no batches; torch uses the count only where mome
 SLOW_VARIANCE = Require(
     "flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"
 )
+
+NORMALISED_AXES = Check("normalized_shape, reduction_axes, feature_axes", normalised_axes_agree)
 
 
 def convolution(ndim: int) -> Rule:
@@ -418,6 +422,7 @@ RULES: list[Rule] = [
         (
             Agree("eps", "epsilon"),
             SLOW_VARIANCE,
+            NORMALISED_AXES,
         ),
     ),
     Rule(
@@ -448,7 +453,7 @@ RULES: list[Rule] = [
         "flax.nnx.GroupNorm",
         (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
         (
-            Agree("num_groups", "num_groups"),
+            Check("num_groups, group_size", groups_agree),
             Agree("eps", "epsilon"),
             SLOW_VARIANCE,
             Require("flax", "reduction_axes", None, "torch takes the mean over all axes but the batch"),
@@ -460,8 +465,7 @@ RULES: list[Rule] = [
         (LeafRule("weight", "scale"),),
         (
             Check("eps, epsilon", rms_epsilon_agrees),
-            Require("flax", "reduction_axes", -1, "torch takes the mean over the last axis"),
-            Require("flax", "feature_axes", -1, "torch scales the last axis"),
+            NORMALISED_AXES,
         ),
     ),
     Rule("torch.nn.PReLU", "flax.nnx.PReLU", (LeafRule("weight", "negative_slope", ONE_NUMBER),)),
