@@ -377,10 +377,10 @@ def gates_apart(torch: str, linen: str, end: str, cell: str) -> Rule:
         return f"{name}{end}[{gate}]" if gate else f"{name}{end}"
 
     leaves = [LeafRule(block(f"weight_{s}h", g), f"{cell}{s}{g}.kernel", TRANSPOSED) for s in "ih" for g in gates]
-    leaves += [LeafRule(block("bias_ih", gate), f"{cell}{biased}{gate}.bias") for gate in gates]
+    leaves += [LeafRule(block("bias_ih", gate), f"{cell}{biased}{gate}.bias", zero_if=("bias", False)) for gate in gates]
     alone: tuple[Alone, ...] = (second_bias(torch, end),)
     if kind == "GRU":
-        leaves.append(LeafRule(f"bias_hh{end}[n]", f"{cell}hn.bias"))
+        leaves.append(LeafRule(f"bias_hh{end}[n]", f"{cell}hn.bias", zero_if=("bias", False)))
         fold = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
         why = "Flax has one bias in this gate, and the rounded sum of two would be another function"
         alone = tuple(
@@ -580,7 +580,9 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
     holds = torch_layer.settings("parameter dtype")
     if computes is not None and holds is not None and computes != holds:
-        found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; leave dtype out")
+        # Without a dtype nnx.Embed writes down that of its table, once, when it is made.
+        fix = f"set dtype={holds}" if "flax.nnx.Embed" in flax_layer.kinds else "leave dtype out"
+        found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; {fix}")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 

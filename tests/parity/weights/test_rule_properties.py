@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from rule_cases import randomised
-from rule_strategies import ROWS, WHOLE, Configuration, Row
+from rule_strategies import ROWS, Configuration, Row
 from transfer_helpers import scramble, snapshot
 
 import parity
@@ -105,6 +104,9 @@ def test_every_row_in_many_more_configurations(row: Row, data: st.DataObject):
 def test_every_row_carries_any_bits_of_any_dtype(row: Row, data: st.DataObject, dtype: str):
     one = data.draw(row.configurations())
     assume(not one.told)
+    if row.flax == "flax.nnx.Embed":
+        # It computes in the dtype in which its table was made.
+        one = one.but(param_dtype=dtype)
     x = row.inputs(one)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         source, back = (row.fitting(scramble(row.torch_layer(one), str(row), seed, dtype=dtype)) for seed in ("a", "b"))
@@ -128,7 +130,9 @@ def test_every_row_travels_through_a_tree_and_through_files(row: Row, data: st.D
     parity.transfer(done.value, folder / "flax.msgpack")
     came_back(source, row.torch_layer(one, "back"), folder / "flax.msgpack")
     parity.transfer(done.value, folder / "back.safetensors", like=source)
-    came_back(source, row.torch_layer(one, "back"), folder / "back.safetensors")
+    ignored = ("*num_batches_tracked",) if counters(snapshot(source)) else ()
+    # A new file has counters, all 0.
+    came_back(source, row.torch_layer(one, "back"), folder / "back.safetensors", ignore=ignored)
 
 
 def snapshot_of(value: Any) -> Any:
