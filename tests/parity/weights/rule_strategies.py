@@ -81,6 +81,7 @@ class Configuration:
         told: the beginning of what transfer has to say of the settings; '' if all agree.
         dtype: of the inputs.
         change: what is done to the torch layer once it is made.
+        wraps: as of the family, if it is another.
     """
 
     torch: Options
@@ -89,6 +90,7 @@ class Configuration:
     told: str = ""
     dtype: torch.dtype = FLOAT
     change: Callable[[nn.Module], nn.Module] = field(default=lambda layer: layer)
+    wraps: tuple[Any, Any, Any] | None = None
 
     def but(self, torch: Options | None = None, **flax: Any) -> "Configuration":
         """The same with other options."""
@@ -127,7 +129,9 @@ class Row:
 
     @property
     def family(self) -> "Family":
-        return STRATEGIES[self.rule.torch, "*"] if (self.rule.torch, "*") in STRATEGIES else STRATEGIES[self.rule.torch, self.flax]
+        return (
+            STRATEGIES[self.rule.torch, "*"] if (self.rule.torch, "*") in STRATEGIES else STRATEGIES[self.rule.torch, self.flax]
+        )
 
     @property
     def known(self) -> bool:
@@ -142,16 +146,19 @@ class Row:
     def torch_layer(self, one: Configuration, seed: str = "source") -> nn.Module:
         """The torch layer in its wrapper, with random numbers in all that may have any."""
         layer = one.change(getattr(nn, self.rule.torch.rpartition(".")[2], nn.Identity)(**one.torch))
-        return self.fitting(randomised(self.family.wraps[0](layer), str(self), seed))
+        return self.fitting(randomised(self.wraps(one)[0](layer), str(self), seed))
 
     def flax_layer(self, one: Configuration, x: tuple[torch.Tensor, ...]) -> Any:
         """The Flax layer in its wrapper, without values."""
         channels = self.family.channels
         if self.linen:
-            return parity.Linen(self.family.wraps[2](one.flax(), channels), None, *x)
-        model = parity.empty(lambda rngs: self.family.wraps[1](one.flax(rngs), channels))
+            return parity.Linen(self.wraps(one)[2](one.flax(), channels), None, *x)
+        model = parity.empty(lambda rngs: self.wraps(one)[1](one.flax(rngs), channels))
         model.eval()
         return model
+
+    def wraps(self, one: Configuration) -> tuple[Any, Any, Any]:
+        return one.wraps or self.family.wraps
 
     def inputs(self, one: Configuration) -> tuple[torch.Tensor, ...]:
         rng = random("rows", str(self), one.inputs)
@@ -254,6 +261,18 @@ def pairs(torch_padding: Any, spread: tuple[int, ...]) -> tuple[tuple[int, int],
     return tuple((p, p) for p in torch_padding)
 
 
+def spellings(numbers: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
+    """Other ways to write padding in numbers in Flax."""
+    symmetric = all(low == high for low, high in numbers)
+    same = symmetric and len(set(numbers)) == 1
+    nothing = not any(map(any, numbers))
+    return (
+        *([tuple(p for p, _ in numbers)] if symmetric else []),
+        *([numbers[0][0]] if same else []),
+        *(["VALID"] if nothing else []),
+    )
+
+
 def conv(ndim: int) -> Callable[[Draw, Row], Configuration]:
     def build(draw: Draw, row: Row) -> Configuration:
         mode = one_of(draw, "zeros", "zeros", "circular", "reflect", "replicate")
@@ -262,13 +281,13 @@ def conv(ndim: int) -> Callable[[Draw, Row], Configuration]:
         padding = one_of(draw, per_axis(draw, ndim, 1, 0, 2), tuple(s // 2 for s in spread), "same", "valid")
         stride = (1,) * ndim if padding == "same" else per_axis(draw, ndim, 1, 2, 3)
         numbers = pairs(padding, spread)
+        # Flax pads around only by halves of the kernel, and never with the value at the edge.
         names = {"circular": "CIRCULAR", "reflect": "REFLECT"}
         half = tuple((s // 2, s - s // 2) for s in spread)
-        told, flax_padding = "", one_of(draw, numbers, *(("VALID",) if not any(map(any, numbers)) else ()))
+        told, flax_padding = "", one_of(draw, numbers, *(spellings(numbers)))
         if mode == "zeros" and numbers == half and stride == (1,) * ndim:
             flax_padding = one_of(draw, "SAME", numbers)
         elif mode != "zeros" and any(map(any, numbers)):
-            # Flax pads around only by halves of the kernel, and never with the value at the edge.
             fits = mode in names and numbers == half
             flax_padding = names.get(mode, "CIRCULAR")
             told = "" if fits else f"padding={padding!r}, padding_mode={mode!r} in torch"
@@ -353,7 +372,9 @@ def last_axes(draw: Draw, row: Row, has_scale: bool) -> tuple[Any, Options]:
     count = one_of(draw, 1, 2) if row.linen or not has_scale else 1
     axes = tuple(range(-count, 0))
     shape = (5, 6)[-count:]
-    return one_of(draw, shape, *shape[1 - count :][: 2 - count]), dict(reduction_axes=axes, feature_axes=axes) if count > 1 else {}
+    return one_of(draw, shape, *shape[1 - count :][: 2 - count]), dict(
+        reduction_axes=axes, feature_axes=axes
+    ) if count > 1 else {}
 
 
 def layer_norm(draw: Draw, row: Row) -> Configuration:
@@ -376,23 +397,32 @@ WEIGHT_NORMS: Mapping[str, tuple[Any, Options]] = {
     "Square": (nn.Linear, dict(in_features=4, out_features=4)),
     "Conv": (nn.Conv1d, dict(in_channels=4, out_channels=6, kernel_size=3)),
     "ConvTranspose": (nn.ConvTranspose1d, dict(in_channels=4, out_channels=6, kernel_size=3)),
+    "Embed": (nn.Embedding, dict(num_embeddings=5, embedding_dim=4)),
 }
 
 
 def weight_norm(draw: Draw, row: Row) -> Configuration:
-    (dim, axes), kind, bias = one_of(draw, (0, -1), (1, -2), (None, None)), one_of(draw, *WEIGHT_NORMS), flag(draw)
+    dim, kind, make = one_of(draw, 0, 1, None), one_of(draw, *WEIGHT_NORMS), one_of(draw, PARAMETRISED, old_weight_norm)
     cls, options = WEIGHT_NORMS[kind]
+    bias, swapped = flag(draw), kind == "ConvTranspose" and flag(draw)
+    # Outputs are torch's first axis and Flax's last, but for a transposed convolution and a table.
+    as_in_torch = kind == "Embed" or (kind == "ConvTranspose" and not swapped)
+    axis = None if dim is None else dim - 2 if as_in_torch else -1 - dim
     inner: Options = dict(in_features=4, out_features=options.get("out_features", 6), use_bias=bias)
+    filtered: Options = {}
+    if kind == "Embed":
+        inner, filtered = dict(num_embeddings=5, features=4), dict(variable_filter=nnx.PathContains("embedding"))
     if "Conv" in kind:
-        swapped = flag(draw) if kind == "ConvTranspose" else None
         inner |= dict(kernel_size=(3,), padding="VALID") | (dict(transpose_kernel=swapped) if kind == "ConvTranspose" else {})
-        # A transposed convolution has outputs and inputs exchanged, unless its kernel is.
-        axes = -3 - axes if swapped is False and axes is not None else axes
-    flax_cls = nnx.Linear if "Conv" not in kind else getattr(nnx, kind)
-    make = one_of(draw, parametrizations.weight_norm, old_weight_norm)
+    flax_cls = nnx.Linear if kind in ("Linear", "Square") else getattr(nnx, kind)
+    theirs = options if kind == "Embed" else options | dict(bias=bias)
+    made = Make(row.cls, dict(layer_instance=Make(flax_cls, inner), feature_axes=axis, epsilon=0.0, **filtered))
     shape = (2, 4, 9) if "Conv" in kind else (2, 5, 4)
-    made = Make(row.cls, dict(layer_instance=Make(flax_cls, inner), feature_axes=axes, epsilon=0.0))
-    return Configuration({}, made, (shape,), change=lambda _: make(cls(**options, bias=bias), dim=dim))
+    dtype = WHOLE if kind == "Embed" else FLOAT
+    return Configuration({}, made, (shape,), dtype=dtype, change=lambda _: make(cls(**theirs), dim=dim))
+
+
+PARAMETRISED = parametrizations.weight_norm
 
 
 def other_axis(one: Configuration) -> Configuration:
@@ -444,10 +474,12 @@ def recurrent_cell(draw: Draw, row: Row) -> Configuration:
 
 
 def recurrent(draw: Draw, row: Row) -> Configuration:
+    """One layer that is given a state, or several of NNX."""
     name = row.rule.torch.rpartition(".")[2]
+    if not row.linen and flag(draw, False):
+        return stack(draw, row, 2, both=False)
     (inputs, hidden), bias, first = one_of(draw, (3, 4), (4, 4)), flag(draw), flag(draw)
-    cls = getattr(linen if row.linen else nnx, one_of(draw, *CELLS[name]))
-    theirs, inner = cell(draw, row, cls, inputs, hidden)
+    theirs, inner = cell(draw, row, getattr(linen if row.linen else nnx, one_of(draw, *CELLS[name])), inputs, hidden)
     theirs |= dict(input_size=inputs, hidden_size=hidden, bias=bias, batch_first=first)
     made = Make(row.cls, dict(cell=inner, time_major=not first))
     states = ((1, 2, hidden),) * (2 if name == "LSTM" else 1)
@@ -456,19 +488,24 @@ def recurrent(draw: Draw, row: Row) -> Configuration:
 
 def both_ways(draw: Draw, row: Row) -> Configuration:
     """One layer or several, each in both directions."""
+    return stack(draw, row, one_of(draw, 1, 2), both=True)
+
+
+def stack(draw: Draw, row: Row, count: int, both: bool) -> Configuration:
     name = row.rule.torch.rpartition(".")[2]
-    count, bias, first = one_of(draw, 1, 2), flag(draw), flag(draw)
-    cls = getattr(nnx, one_of(draw, *CELLS[name]))
-    theirs, inner = cell(draw, row, cls, 3, 4)
+    bias, first = flag(draw), flag(draw)
+    theirs, inner = cell(draw, row, getattr(nnx, one_of(draw, *CELLS[name])), 3, 4)
 
     def layer(width: int) -> Make:
         ways = [Make(nnx.RNN, dict(cell=inner.but(in_features=width), time_major=not first)) for _ in "lr"]
-        return Make(row.cls, dict(forward_rnn=ways[0], backward_rnn=ways[1], time_major=not first))
+        return (
+            Make(nnx.Bidirectional, dict(forward_rnn=ways[0], backward_rnn=ways[1], time_major=not first)) if both else ways[0]
+        )
 
-    theirs |= dict(input_size=3, hidden_size=4, num_layers=count, bias=bias, batch_first=first, bidirectional=True)
-    layers = [layer(3 if number == 0 else 8) for number in range(count)]
+    theirs |= dict(input_size=3, hidden_size=4, num_layers=count, bias=bias, batch_first=first, bidirectional=both)
+    layers = [layer(3 if number == 0 else 8 if both else 4) for number in range(count)]
     made = Make(one_of(draw, nnx.Sequential, nnx.List), dict(layers=layers)) if count > 1 else layers[0]
-    return Configuration(theirs, made, ((2, 5, 3) if first else (5, 2, 3),))
+    return Configuration(theirs, made, ((2, 5, 3) if first else (5, 2, 3),), wraps=(TorchStack, FlaxStack, None))
 
 
 # ---------------------------------------------------------------- what a setting looks like that does not agree
@@ -507,9 +544,7 @@ def turned(name: str) -> Callable[[Configuration], Configuration]:
 
 
 EPS: dict[str, Fault] = {"eps, epsilon": flax_wrong("eps=", epsilon=1e-6)}
-FAST: dict[str, Fault] = {
-    "flax: use_fast_variance=False": flax_wrong("use_fast_variance=True in Flax", use_fast_variance=True)
-}
+FAST: dict[str, Fault] = {"flax: use_fast_variance=False": flax_wrong("use_fast_variance=True in Flax", use_fast_variance=True)}
 
 
 def convolution_faults(ndim: int) -> dict[str, Fault]:
@@ -598,10 +633,14 @@ SEVERAL = {
     "torch: num_layers=1": torch_wrong("num_layers=2 in torch", num_layers=2),
     "torch: proj_size=0": torch_wrong("proj_size=2 in torch", proj_size=2),
 }
-LAYER = CELL | SEVERAL | {
-    "batch_first, time_major; reverse=False": flax_wrong("reverse=True in Flax", reverse=True),
-    "torch: bidirectional=False": torch_wrong("bidirectional=True in torch", bidirectional=True),
-}
+LAYER_FAULTS = (
+    CELL
+    | SEVERAL
+    | {
+        "batch_first, time_major; reverse=False": flax_wrong("reverse=True in Flax", reverse=True),
+        "torch: bidirectional=False": torch_wrong("bidirectional=True in torch", bidirectional=True),
+    }
+)
 
 
 def single(fault: Fault) -> Fault:
@@ -609,6 +648,7 @@ def single(fault: Fault) -> Fault:
 
     def put(one: Configuration) -> Configuration:
         layers = one.flax.options.get("layers")
+        # Of several the first one: it takes the same inputs.
         return fault[0](replace(one, torch=one.torch | dict(num_layers=1), flax=layers[0]) if layers else one)
 
     return put, fault[1]
@@ -624,9 +664,14 @@ BOTH = {
         "merge_fn": flax_wrong("merge_fn=add in Flax", merge_fn=jnp.add),
     }.items()
 }
+LAYER = {name: single(fault) for name, fault in LAYER_FAULTS.items()}
 AXES = {
     "normalized_shape, reduction_axes, feature_axes": flax_wrong("normalized_shape=", reduction_axes=(0,), feature_axes=-1),
 }
+
+# What has no counterpart, by the beginning of its name: how the torch layer comes to have it.
+ALONE = {"bias_hh": dict(bias=True), "bias_": dict(add_bias_kv=True), "running": dict(track_running_stats=True)}
+ALONE["num_batches_tracked"] = ALONE["running"]
 
 STRATEGIES: dict[tuple[str, str], Family] = {
     ("torch.nn.Linear", "flax.nnx.Linear"): Family(linear, channels=None),
@@ -683,8 +728,12 @@ STRATEGIES: dict[tuple[str, str], Family] = {
     ("torch.nn.PReLU", "*"): Family(prelu),
     ("torch.nn.MultiheadAttention", "*"): Family(attention, ATTENTION, (TorchAttention, FlaxAttention, LinenLayer), None),
     **{(f"torch.nn.{n}Cell", "*"): Family(recurrent_cell, CELL, (*STATES, LinenState)) for n in CELLS},
-    **{(f"torch.nn.{n}", f"flax.{lib}.RNN"): Family(recurrent, LAYER, (*STATES, LinenState)) for n in CELLS for lib in ("nnx", "linen")},
-    **{(f"torch.nn.{n}", "flax.nnx.Bidirectional"): Family(both_ways, BOTH, (TorchStack, FlaxStack, None), None) for n in CELLS},
+    **{
+        (f"torch.nn.{n}", f"flax.{lib}.RNN"): Family(recurrent, LAYER, (*STATES, LinenState))
+        for n in CELLS
+        for lib in ("nnx", "linen")
+    },
+    **{(f"torch.nn.{n}", "flax.nnx.Bidirectional"): Family(both_ways, BOTH, channels=None) for n in CELLS},
     (WEIGHT_NORM, "flax.nnx.WeightNorm"): Family(
         weight_norm,
         {

@@ -1,6 +1,7 @@
 """Every row of the ledger, on NNX and on Linen, in configurations drawn at random."""
 
 import contextlib
+import re
 from typing import Any
 
 import jax
@@ -8,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from rule_strategies import ROWS, Configuration, Row
-from transfer_helpers import scramble, snapshot
+from rule_strategies import ALONE, ROWS, Configuration, Row
+from transfer_helpers import bits, scramble, snapshot
 
 import parity
 from parity.evidence import ladder
@@ -138,8 +139,8 @@ def test_every_row_travels_through_a_tree_and_through_files(row: Row, data: st.D
 def snapshot_of(value: Any) -> Any:
     """Every array of a Flax model of either kind."""
     if isinstance(value, parity.Linen):
-        return [(jax.tree_util.keystr(path), leaf.tobytes()) for path, leaf in jax.tree.leaves_with_path(value.variables)]
-    return {path: bits for path, bits in snapshot(value).items() if "rngs" not in path}
+        return [(jax.tree_util.keystr(path), bits(leaf)) for path, leaf in jax.tree.leaves_with_path(value.variables)]
+    return {path: leaf for path, leaf in snapshot(value).items() if "rngs" not in path}
 
 
 # ---------------------------------------------------------------- faults
@@ -164,7 +165,11 @@ def test_a_weight_that_is_changed_is_found_in_the_weights_and_in_the_outputs(row
 
 
 FAULTS = [
-    pytest.param(row, name, id=f"{row}-{name}") for row in ROWS if row.known for name in row.family.faults if name in map(str, row.rule.settings)
+    pytest.param(row, name, id=f"{row}-{name}")
+    for row in ROWS
+    if row.known
+    for name in row.family.faults
+    if name in map(str, row.rule.settings)
 ]
 
 
@@ -182,6 +187,27 @@ def test_a_setting_that_does_not_agree_is_told_or_refused(row: Row, name: str, d
     except parity.TransferError as error:
         told = error.problems
     assert any(sentence in problem for problem in told), told
+
+
+WITHOUT = [
+    pytest.param(row, one.torch, id=f"{row}-{one.torch}") for row in ROWS for one in row.rule.alone if one.fate != "kept"
+]
+
+
+@pytest.mark.parametrize(("row", "name"), WITHOUT)
+@examples(1)
+@given(data=st.data())
+def test_what_flax_has_no_place_for_is_refused_and_nothing_is_written(row: Row, name: str, data: st.DataObject):
+    options = next(options for start, options in ALONE.items() if name.startswith(start))
+    one = data.draw(row.configurations()).but(options)
+    source, target = row.torch_layer(one), row.flax_layer(one, row.inputs(one))
+    if "hh" in name:
+        for tensor in (value for path, value in source.state_dict().items() if "bias_hh" in path):
+            tensor.fill_(0.5)
+    before = snapshot_of(target)
+    with pytest.raises(parity.TransferError, match=rf"layer\.{re.escape(name)}\S* (has no counterpart|is not all 0)"):
+        parity.transfer(source, target)
+    assert snapshot_of(target) == before
 
 
 def test_no_row_and_no_setting_is_left_out():
