@@ -101,7 +101,7 @@ class Configuration:
 Fault = tuple[Callable[[Configuration], Configuration], str]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Row:
     """A row of the ledger with one of its classes of Flax.
 
@@ -116,8 +116,9 @@ class Row:
     def __str__(self) -> str:
         return "-".join(name.removeprefix("torch.nn.").removeprefix("flax.") for name in (self.rule.torch, self.flax))
 
-    def __repr__(self) -> str:
-        return f"Row({self})"
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # What hypothesis prints of an example; a whole row of the ledger would hide the configuration.
+        printer.text(str(self))
 
     @property
     def linen(self) -> bool:

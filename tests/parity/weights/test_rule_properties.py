@@ -18,6 +18,8 @@ from parity.evidence.calls import Evaluation
 from parity.evidence.subject import Subject
 
 CHECKS = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+# torch says once in a process that it copies what it pads on one side.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
