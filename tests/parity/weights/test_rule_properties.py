@@ -43,13 +43,13 @@ def statuses(source: Any, target: Any, x: Any) -> tuple[dict[str, str], str]:
 
 
 def runs(source: torch.nn.Module, x: tuple[torch.Tensor, ...]) -> bool:
-    """Whether torch takes the configuration: a kernel may be wider than its input."""
+    """Whether torch takes the configuration, and something is left of it: a kernel may be wider than its input."""
     try:
         with torch.no_grad():
-            source(*x)
+            outputs = source(*x)
     except (RuntimeError, ValueError):
         return False
-    return True
+    return all(one.numel() for one in (outputs if isinstance(outputs, list) else [outputs]))
 
 
 def counters(state: dict[str, Any]) -> dict[str, Any]:
