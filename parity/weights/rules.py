@@ -39,8 +39,10 @@ from parity.weights.settings import (
     dropout_between_layers,
     einsum_agrees,
     general_axes_agree,
+    groups_agree,
     momentum_agrees,
     norm_axes_agree,
+    normalised_axes_agree,
     one_width_for_keys_and_values,
     padding_agrees,
     rms_epsilon_agrees,
@@ -167,6 +169,8 @@ BATCHES = "nnx.BatchNorm counts no batches; torch uses the count only where mome
 SLOW_VARIANCE = Require(
     "flax", "use_fast_variance", False, "E[x^2] - E[x]^2 loses digits on shifted rows; torch does not use it"
 )
+
+NORMALISED_AXES = Check("normalized_shape, reduction_axes, feature_axes", normalised_axes_agree)
 
 
 def convolution(ndim: int) -> Rule:
@@ -427,6 +431,7 @@ RULES: list[Rule] = [
         (
             Agree("eps", "epsilon"),
             SLOW_VARIANCE,
+            NORMALISED_AXES,
         ),
     ),
     Rule(
@@ -457,7 +462,7 @@ RULES: list[Rule] = [
         "flax.nnx.GroupNorm",
         (LeafRule("weight", "scale"), LeafRule("bias", "bias")),
         (
-            Agree("num_groups", "num_groups"),
+            Check("num_groups, group_size", groups_agree),
             Agree("eps", "epsilon"),
             SLOW_VARIANCE,
             Require("flax", "reduction_axes", None, "torch takes the mean over all axes but the batch"),
@@ -469,8 +474,7 @@ RULES: list[Rule] = [
         (LeafRule("weight", "scale"),),
         (
             Check("eps, epsilon", rms_epsilon_agrees),
-            Require("flax", "reduction_axes", -1, "torch takes the mean over the last axis"),
-            Require("flax", "feature_axes", -1, "torch scales the last axis"),
+            NORMALISED_AXES,
         ),
     ),
     Rule("torch.nn.PReLU", "flax.nnx.PReLU", (LeafRule("weight", "negative_slope", ONE_NUMBER),)),
@@ -588,7 +592,9 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
     holds = torch_layer.settings("parameter dtype")
     if computes is not None and holds is not None and computes != holds:
-        found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; leave dtype out")
+        # Without a dtype nnx.Embed writes down that of its table, once, when it is made.
+        fix = f"set dtype={holds}" if "flax.nnx.Embed" in flax_layer.kinds else "leave dtype out"
+        found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; {fix}")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 

@@ -293,6 +293,27 @@ def rms_epsilon_agrees(torch: Settings, flax: Settings) -> list[str]:
     return [f"{name} in torch, epsilon={got!r} in Flax; set epsilon={wanted!r}"]
 
 
+def normalised_axes_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both take the mean over the same axes, torch's the last ones, and scale those."""
+    shape = tuple(torch("normalized_shape"))
+    wanted = tuple(range(-len(shape), 0))
+    names = ("reduction_axes", *(("feature_axes",) if flax("use_scale") or flax("use_bias") else ()))
+    return [
+        told("normalized_shape", shape, name, flax(name), wanted if len(wanted) > 1 else -1)
+        for name in names
+        if set(each(flax(name), 1)) != set(wanted)
+    ]
+
+
+def groups_agree(torch: Settings, flax: Settings) -> list[str]:
+    """Whether both normalise the same channels together; Flax may be given the size of a group in place of their number."""
+    groups, got, size = torch("num_groups"), flax("num_groups"), flax("group_size")
+    if got is not None or size is None:
+        return Agree("num_groups", "num_groups").problems(torch, flax)
+    wanted = torch("num_channels") // groups
+    return [] if size == wanted else [told("num_groups", groups, "group_size", size, wanted)]
+
+
 def momentum_agrees(torch: Settings, flax: Settings) -> list[str]:
     """Whether running statistics move alike: torch's momentum is the share of the new, Flax's that of the old."""
     given, got = torch("momentum"), flax("momentum")

@@ -55,12 +55,23 @@ def constant(leaf: Leaf) -> bool:
 def bare_wrappers(flax_layers: list[Layer], paired: set[str]) -> list[str]:
     """Layers of Flax that are wrapped in `nnx.WeightNorm` where torch's have no `weight_norm`; one sentence each."""
     return [
-        f"{layer.own_path or 'the model'} is an nnx.WeightNorm in Flax, and the torch layer keeps no norm of its own "
-        "(torch.nn.utils.parametrizations.weight_norm): the kernel would be normalised; take the layer out of the "
-        "wrapper, and where it was merged leave merge out"
+        f"{layer.own_path or 'the model'} is an nnx.WeightNorm in Flax, {without_norm(layer)}"
         for layer in flax_layers
         if "flax.nnx.WeightNorm" in layer.kinds and layer.own_path not in paired
     ]
+
+
+def without_norm(layer: Layer) -> str:
+    """Why an `nnx.WeightNorm` is not what torch has, and what to do."""
+    if layer.settings("use_scale") is False:
+        return (
+            "whose use_scale=False keeps no norm: set use_scale=True for what torch.nn.utils.parametrizations.weight_norm "
+            "does, and take a layer without that out of the wrapper"
+        )
+    return (
+        "and the torch layer keeps no norm of its own (torch.nn.utils.parametrizations.weight_norm): the kernel would be "
+        "normalised; take the layer out of the wrapper, and where it was merged leave merge out"
+    )
 
 
 def not_saved(leaves: list[Leaf], torch_layers: list[Layer]) -> list[str]:

@@ -135,7 +135,7 @@ def layers(value: Any) -> list[Layer]:
             if path not in parts:
                 parts[path] = replace(part_of(path, value.structure.parts), by_name=True)
     return [
-        Layer(part.words, part.kinds, setting_reader(part, value.variables), own_path(part.path), part.also, part.by_name)
+        Layer(part.words, part.kinds, setting_reader(part), own_path(part.path), part.also, part.by_name)
         for part in parts.values()
     ]
 
@@ -144,23 +144,14 @@ def own_path(path: tuple[str, ...]) -> str:
     return ".".join(("params", *path))
 
 
-def setting_reader(part: Part, variables: Any) -> Callable[[str], Any]:
+def setting_reader(part: Part) -> Callable[[str], Any]:
     def read(name: str) -> Any:
         value = part.settings.get(name, part.settings.get(DERIVED.get(name, "")))
-        if name == "num_groups" and value is None:
-            return number_of_groups(part, variables)
         if name == "dtype" and value is not None:
             return str(jnp.dtype(value))
         return value
 
     return read
-
-
-def number_of_groups(part: Part, variables: Any) -> Any:
-    """Linen may be given the size of a group in place of their number."""
-    size = part.settings.get("group_size")
-    shapes = [getattr(array, "shape", ()) for keys, array in flat(variables).items() if keys[1:-1] == part.path]
-    return shapes[0][0] // size if size and shapes and shapes[0] else None
 
 
 # What NNX keeps beside what Linen has in one setting.

@@ -33,7 +33,15 @@ def empty(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         change(model, OneKey, nnx.RngStream)
         return model
 
-    return nnx.eval_shape(made)
+    model = nnx.eval_shape(made)
+    # Flax takes an array that is not marked as data for a setting, and leaves in it what jax traced with.
+    traced = [".".join(path) for path, _, node in walk(model) if isinstance(node, jax.core.Tracer)]
+    if traced:
+        raise InputError(
+            f"{', '.join(traced[:4])}{' and others' if len(traced) > 4 else ''} of the model is an array and no nnx.Variable: "
+            "it has no values where the model is made on shapes alone; make it an nnx.Variable, or the model itself as usual"
+        )
+    return model
 
 
 def change(root: Any, old: type, new: type) -> None:

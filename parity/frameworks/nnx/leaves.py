@@ -23,8 +23,9 @@ NAME = "flax"
 
 # What may hold variables, and what most attributes of a layer are instead: to ask flax whether a number is a
 # variable takes longer than all the rest of a walk.
-NODES = (nnx.Pytree, nnx.Variable, dict, list, tuple, Mapping, jax.Array, np.ndarray)
-LEAVES = (nnx.Variable, jax.Array, np.ndarray)
+ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+LEAVES = (nnx.Variable, *ARRAYS)
+NODES = (nnx.Pytree, dict, list, tuple, Mapping, *LEAVES)
 NUMBERS = frozenset({bool, int, float, str})
 PLAIN = frozenset({type(None), FunctionType, *NUMBERS})
 
@@ -165,7 +166,7 @@ def leaves(value: Any) -> list[Leaf]:
             names = kinds(owner) if isinstance(owner, nnx.Module) else ()
             leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
             found.append(leaf)
-        elif isinstance(node, jax.Array | np.ndarray):
+        elif isinstance(node, ARRAYS):
             found.append(plain_leaf(path, torch_path, modules[path[:-1]], node))
     return found
 
@@ -175,7 +176,8 @@ def plain_leaf(path: tuple[str, ...], torch_path: tuple[str, ...], holder: Any, 
     names = kinds(holder) if isinstance(holder, nnx.Module) else ()
     identity = (id(holder), path[-1])
     made = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(array), identity, array)
-    return replace(made, loose=True)
+    # A constant that the model computed; one without values, as `nnx.eval_shape` leaves it, has to get some.
+    return replace(made, loose=not isinstance(array, jax.ShapeDtypeStruct))
 
 
 def content(variable: Any) -> Any:
@@ -235,7 +237,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
         The filled module or the new state, and the paths whose memory is shared.
     """
     if is_model(value):
-        held = (nnx.Variable, jax.Array, np.ndarray)
+        held = (nnx.Variable, *ARRAYS)
         variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, held)}
     else:
         # The variables of a state are those of the module it was taken from: those stay as they are.
@@ -277,7 +279,7 @@ def set_plain(value: Any, new: Mapping[str, Any]) -> None:
     holders: dict[tuple[str, ...], Any] = {}
     for path, _, node in list(walk(value)):
         holders[path] = node
-        if isinstance(node, jax.Array | np.ndarray) and ".".join(path) in new:
+        if isinstance(node, ARRAYS) and ".".join(path) in new:
             holder, name, array = holders[path[:-1]], path[-1], new[".".join(path)]
             if isinstance(holder, list | nnx.List):
                 holder[int(name)] = array

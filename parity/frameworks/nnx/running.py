@@ -47,7 +47,8 @@ def problems_before_running(model: Any) -> list[str]:
 
 
 def contents(model: Any) -> list[tuple[Leaf, Any]]:
-    nodes = [content(node) for _, _, node in walk(model) if isinstance(node, nnx.Variable)]
+    # Plain arrays are constants of the model, unless they wait for their values.
+    nodes = [content(node) for _, _, node in walk(model) if isinstance(node, nnx.Variable | jax.ShapeDtypeStruct)]
     return list(zip((leaf for leaf in leaves(model) if not leaf.loose), nodes, strict=True))
 
 

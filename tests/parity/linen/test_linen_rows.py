@@ -1,6 +1,10 @@
 """Every row of the ledger on Linen: the function is the same, and the way back gives every bit."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+import torch
+from flax import linen as nn
 from linen_layers import CASES, Case, pair_of
 from rule_cases import agree, randomised
 from transfer_helpers import snapshot
@@ -54,3 +58,40 @@ def test_the_table_of_rows_names_both_classes_of_flax():
     row = next(rule for rule in parity.rules() if rule.torch == "torch.nn.Linear")
     assert (row.flax, row.linen) == ("flax.nnx.Linear", "flax.linen.Dense")
     assert row.to_dict()["linen"] == "flax.linen.Dense"
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_a_cell_without_biases_fills_those_of_linen_and_wants_them_0_on_the_way_back(kind: str):
+    cls = {"GRU": nn.GRUCell, "LSTM": nn.OptimizedLSTMCell, "RNN": nn.SimpleCell}[kind]
+    source, state = getattr(torch.nn, f"{kind}Cell")(3, 4, bias=False), jnp.zeros((2, 4))
+    linen = parity.Linen(cls(4), None, (state, state) if kind == "LSTM" else state, jnp.zeros((2, 3)))
+    done = parity.transfer(source, linen)
+    filled = [leaf for path, leaf in jax.tree.leaves_with_path(done.value.variables) if "bias" in jax.tree_util.keystr(path)]
+    assert filled and not any(leaf.any() for leaf in filled)
+    assert any("is filled with zeros" in sentence and "bias=False" in sentence for sentence in done.alone)
+    back = getattr(torch.nn, f"{kind}Cell")(3, 4, bias=False)
+    parity.transfer(done.value, back)
+    assert snapshot(back) == snapshot(source)
+    ones = jax.tree.map(lambda leaf: leaf + (leaf.ndim == 1), done.value.variables)
+    with pytest.raises(parity.TransferError, match=r"bias has no counterpart and is not all 0"):
+        parity.transfer(done.value.replaced(variables=ones), back)
+
+
+def test_the_size_of_a_group_is_compared_where_no_array_tells_their_number():
+    x, plain = jnp.zeros((2, 5, 6)), dict(use_bias=False, use_scale=False, use_fast_variance=False, epsilon=1e-5)
+    source = torch.nn.ModuleDict(dict(norm=torch.nn.GroupNorm(2, 6, affine=False), linear=torch.nn.Linear(6, 4)))
+
+    def told(size: int) -> tuple[str, ...]:
+        layers = dict(norm=nn.GroupNorm(num_groups=None, group_size=size, **plain), linear=nn.Dense(4))
+        return parity.transfer(source, parity.Linen(Both(**layers), None, x)).settings
+
+    assert told(3) == ()
+    assert told(2) == ("norm: num_groups=2 in torch, group_size=2 in Flax; set group_size=3",)
+
+
+class Both(nn.Module):
+    norm: nn.Module
+    linear: nn.Module
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.norm(x))

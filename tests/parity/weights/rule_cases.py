@@ -258,7 +258,7 @@ class FlaxWeightNorm(FlaxLayer):
     """A convolution has its channels last in Flax."""
 
     def __call__(self, x: Any) -> Any:
-        linear = isinstance(self.layer.layer_instance, nnx.Linear)
+        linear = isinstance(self.layer.layer_instance, nnx.Linear | nnx.Embed)
         return self.layer(x) if linear else jnp.moveaxis(self.layer(jnp.moveaxis(x, 1, -1)), -1, 1)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -68,3 +69,31 @@ def test_it_takes_what_is_sent():
 def test_what_is_no_module_is_refused():
     with pytest.raises(parity.InputError, match=r"build must make an nnx.Module, got builtins.int"):
         parity.empty(lambda rngs: 3)
+
+
+def test_a_plain_array_waits_for_its_values_too():
+    def wrapped(rngs: nnx.Rngs) -> nnx.WeightNorm:
+        return nnx.WeightNorm(nnx.Linear(WIDTH, 4, rngs=rngs), epsilon=0.0, rngs=rngs)
+
+    source, x = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4)), torch.arange(2.0 * WIDTH).reshape(2, WIDTH)
+    target = parity.empty(wrapped)
+    with pytest.raises(parity.InputError, match=r"holds no values at layer_instance.bias, .*scales.kernel"):
+        parity.compare(source.eval(), target, x)
+    assert parity.transfer(source, target).passed
+    np.testing.assert_allclose(target(jnp.asarray(x.numpy())), source(x).detach().numpy(), rtol=1e-5)
+
+
+class Tabled(nnx.Module):
+    def __init__(self, width: int, marked: bool, *, rngs: nnx.Rngs):
+        self.first = nnx.Linear(width, width, rngs=rngs)
+        self.table = nnx.data(jnp.ones(3)) if marked else jnp.ones(3)
+
+
+def test_a_constant_without_values_that_nothing_fills_is_refused():
+    assert parity.transfer(TwoLinear(), Tabled(WIDTH, True, rngs=rngs())).alone
+    with pytest.raises(parity.TransferError, match=r"table \(3,\) of the target gets nothing from the source"):
+        parity.transfer(TwoLinear(), parity.empty(Tabled, WIDTH, True))
+    with pytest.raises(
+        parity.InputError, match=r"table of the model is an array and no nnx.Variable: it has no"
+    ):
+        parity.empty(Tabled, WIDTH, False)

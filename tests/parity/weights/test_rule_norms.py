@@ -61,6 +61,25 @@ def test_an_epsilon_given_by_position_is_told():
     assert told == ("layer: eps=1e-05 in torch, epsilon=12 in Flax; set epsilon=1e-05",)
 
 
+def test_the_axes_of_a_norm_are_told_where_no_shape_tells_them():
+    plain = dict(use_bias=False, use_scale=False, epsilon=1e-5, **EXACT, rngs=rngs())
+    torch_layer, x = nn.LayerNorm((5, 6), elementwise_affine=False), values(3, 5, 6) * torch.arange(1.0, 6.0)[:, None]
+    last, both = nnx.LayerNorm(6, **plain), nnx.LayerNorm(6, reduction_axes=(-2, -1), **plain)
+    assert settings(torch_layer, last) == (
+        "layer: normalized_shape=(5, 6) in torch, reduction_axes=-1 in Flax; set reduction_axes=(-2, -1)",
+    )
+    assert gap(torch_layer, last, x, None) > 0.1
+    assert settings(torch_layer, both) == ()
+    assert gap(torch_layer, both, x, None) < 1e-5
+    assert settings(nn.LayerNorm(6, elementwise_affine=False), both) == (
+        "layer: normalized_shape=(6,) in torch, reduction_axes=(-2, -1) in Flax; set reduction_axes=-1",
+    )
+    turned = nnx.RMSNorm(6, epsilon=2.0**-23, feature_axes=-2, rngs=rngs())
+    assert settings(nn.RMSNorm(6), turned) == (
+        "layer: normalized_shape=(6,) in torch, feature_axes=-2 in Flax; set feature_axes=-1",
+    )
+
+
 @pytest.mark.parametrize(
     ("torch_options", "flax_options", "sentence"),
     [
