@@ -65,8 +65,8 @@ def without_norm(layer: Layer) -> str:
     """Why an `nnx.WeightNorm` is not what torch has, and what to do."""
     if layer.settings("use_scale") is False:
         return (
-            "whose use_scale=False keeps no norm: set use_scale=True for what torch.nn.utils.parametrizations.weight_norm "
-            "does, and take a layer without that out of the wrapper"
+            "whose use_scale=False keeps no norm: the kernel would be normalised; set use_scale=True for what torch.nn.utils."
+            "parametrizations.weight_norm does (and leave merge out), and take a layer without that out of the wrapper"
         )
     return (
         "and the torch layer keeps no norm of its own (torch.nn.utils.parametrizations.weight_norm): the kernel would be "

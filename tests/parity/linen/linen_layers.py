@@ -116,16 +116,12 @@ def layer_norm(pick: PICK) -> Built:
     return torch.nn.LayerNorm(6, eps, affine), norm(nn.LayerNorm, affine, eps), (3, 5, 6)
 
 
-# Spatial axes of the input.
-SIZES = {"BatchNorm1d": 1, "BatchNorm2d": 2, "BatchNorm3d": 3, "SyncBatchNorm": 2}
-
-
-def batch_norm(name: str) -> Callable[[PICK], Built]:
+def batch_norm(ndim: int, name: str = "") -> Callable[[PICK], Built]:
     def build(pick: PICK) -> Built:
         eps, momentum, affine = pick(*EPSILONS), pick(0.1, 0.01, 0.3), pick(True, False)
-        torch_layer = getattr(torch.nn, name)(6, eps, momentum, affine)
+        torch_layer = getattr(torch.nn, name or f"BatchNorm{ndim}d")(6, eps, momentum, affine)
         linen_layer = norm(nn.BatchNorm, affine, eps, momentum=1 - momentum, use_running_average=True)
-        return torch_layer, linen_layer, (3, 6, *IMAGE[SIZES[name]])
+        return torch_layer, linen_layer, (3, 6, *IMAGE[ndim])
 
     return build
 
@@ -190,7 +186,8 @@ CASES = [
     Case("torch.nn.LayerNorm", layer_norm, 2, channels=None),
     *(Case(f"torch.nn.Conv{n}d", conv(n), 2 if n == 2 else 1) for n in (1, 2, 3)),
     *(Case(f"torch.nn.ConvTranspose{n}d", conv_transpose(n), 2 if n == 2 else 1) for n in (1, 2, 3)),
-    *(Case(f"torch.nn.{name}", batch_norm(name), 1 if name[-2] in "23" else 2) for name in SIZES),
+    *(Case(f"torch.nn.BatchNorm{n}d", batch_norm(n), 2 if n == 1 else 1) for n in (1, 2, 3)),
+    Case("torch.nn.SyncBatchNorm", batch_norm(2, "SyncBatchNorm")),
     *(Case(f"torch.nn.InstanceNorm{n}d", instance_norm(n)) for n in (1, 2, 3)),
     Case("torch.nn.GroupNorm", group_norm, 3),
     Case("torch.nn.RMSNorm", rms_norm, 2, channels=None),

@@ -552,7 +552,7 @@ def convolution_faults(ndim: int) -> dict[str, Fault]:
     return {
         "stride, strides": flax_wrong("stride=", strides=(4,) * ndim),
         "dilation, kernel_dilation": flax_wrong("dilation=", kernel_dilation=(5,) * ndim),
-        "flax: mask=None": (masked, "mask="),
+        "flax: mask=None": (masked, "mask"),
     }
 
 

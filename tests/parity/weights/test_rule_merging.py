@@ -221,8 +221,9 @@ def test_a_wrapper_without_scales_is_refused():
 def test_a_wrapper_around_a_layer_that_torch_does_not_normalise_is_refused(use_scale, merge):
     source = source_of("weight_norm") if merge else Net(nn.Linear(3, 4))
     wrapper = nnx.WeightNorm(nnx.Linear(3, 4, rngs=rngs()), use_scale=use_scale, epsilon=0.0, rngs=rngs())
+    why = "and the torch layer keeps no norm" if use_scale else "whose use_scale=False keeps no norm"
     for given in (source, source.state_dict()):
-        with pytest.raises(parity.TransferError, match=r"layer is an nnx\.WeightNorm in Flax, and the torch layer"):
+        with pytest.raises(parity.TransferError, match=rf"layer is an nnx\.WeightNorm in Flax, {why}"):
             parity.transfer(given, FlaxNet(wrapper), merge=merge)
     if not merge:
         with pytest.raises(parity.TransferError, match=r"layer is an nnx\.WeightNorm in Flax"):
@@ -250,10 +251,11 @@ def test_a_file_is_merged_by_the_command(tmp_path: Path, monkeypatch, capsys):
     )
 
 
-def test_what_peft_puts_before_every_name_is_left_out_and_told():
+@pytest.mark.parametrize("rename", [None, {"base_model.model": ""}])
+def test_a_model_inside_that_of_peft_is_met_and_told_of(rename):
     source, target = nn.ModuleDict({"base_model": nn.ModuleDict({"model": source_of("lora")})}), flax_linear()
-    done = parity.transfer(source, target, merge="lora")
-    assert any("base_model.model" in note and "peft" in note for note in done.notes), done.notes
+    done = parity.transfer(source, target, merge="lora", rename=rename)
+    assert any("peft puts that there" in note for note in done.notes) is (rename is None), done.notes
     inner = source["base_model"]["model"]
     assert bits(target.layer.kernel[...].T) == bits(weight_of(inner, "lora").detach())
 
