@@ -1,7 +1,6 @@
 """Faults that ports from torch to Flax are known to have: the right port passes, the faulty one is refused where it is wrong.
 
-Each test carries the id of a row of the project's catalogue of faults; rows that need what the
-project does not do yet stand in `OUT_OF_SCOPE`.
+Each test carries the id of a row of the project's catalogue of faults.
 """
 
 import json
@@ -12,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 import torch.nn.functional as F
-from flax import nnx
+from flax import linen, nnx
 from helpers import random
 from safetensors.torch import save_file
 from torch import nn
@@ -36,17 +36,10 @@ NUMBERS = {
     "G": "01 04 05 06",
 }
 CATALOGUE = [group + number for group, numbers in NUMBERS.items() for number in numbers.split()]
-OUT_OF_SCOPE = {
-    "D16": "no optimizer state",
-    "G01": "no optimizers",
-    "G04": "no optimizers",
-}
 
 
-def test_every_row_of_the_catalogue_is_tested_or_out_of_scope():
-    tested = {match[1] for name in globals() if (match := re.match(r"test_([A-G]\d\d)_", name))}
-    assert not tested & set(OUT_OF_SCOPE)
-    assert sorted(tested | set(OUT_OF_SCOPE)) == CATALOGUE
+def test_every_row_of_the_catalogue_is_tested():
+    assert sorted({match[1] for name in globals() if (match := re.match(r"test_([A-G]\d\d)_", name))}) == CATALOGUE
 
 
 # ------------------------------------------------------------------------------ pairs of models
@@ -1104,6 +1097,38 @@ def test_D15_a_later_write_stays_on_its_side(size):
     assert all(np.array_equal(a, b) for a, b in zip(before, leaves(flax_model)))
 
 
+def steps_taken(torch_model: nn.Module, optimizer: torch.optim.Optimizer, grads: dict[str, list[np.ndarray]], steps: range):
+    for step in steps:
+        for name, p in torch_model.named_parameters():
+            p.grad = torch.from_numpy(grads[name][step])
+        optimizer.step()
+
+
+def test_D16_a_run_goes_on_with_its_moments_and_its_count():
+    torch_model, flax_model = nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    grads = {name: [normal(*p.shape, name=(name, i)) for i in range(4)] for name, p in torch_model.named_parameters()}
+    optimizer = torch.optim.Adam(torch_model.parameters(), lr=0.1)
+    steps_taken(torch_model, optimizer, grads, range(3))
+    parity.transfer(torch_model, flax_model)
+    twin, params = parity.to_optax(optimizer), nnx.state(flax_model, nnx.Param)
+    fresh = twin.init(params)
+    state = parity.transfer_optimizer(optimizer, fresh, torch_model, flax_model).value
+    late = {"kernel": grads["weight"][3].T, "bias": grads["bias"][3]}
+    gradient = jax.tree.map_with_path(lambda path, _: jnp.asarray(late[path[0].key]), params)
+    steps_taken(torch_model, optimizer, grads, range(3, 4))
+    expected = torch_model.weight.detach().numpy().T
+
+    def away(state: Any) -> float:
+        updates, _ = twin.update(gradient, state, params)
+        return float(np.abs(optax.apply_updates(params, updates)["kernel"][...] - expected).max())
+
+    assert away(state) < 1e-6
+    # Moments whose count begins anew, and no moments at all.
+    counted = jax.tree.map(lambda new, old: old if new.ndim == 0 else new, state, fresh)
+    assert away(counted) > 0.01
+    assert away(fresh) > 0.01
+
+
 # ------------------------------------------------------------------------------ E. precision
 
 
@@ -1273,6 +1298,93 @@ def test_F06_measures_that_look_away():
 
 
 # ------------------------------------------------------------------------------ G. training
+
+
+# The measured gap, relative: the epsilon beside the norm.
+@pytest.mark.parametrize(
+    ("gradient", "max_norm", "gap"), [((0.03, 0.04), 0.01, 2.0e-5), ((6e-5, 8e-5), 1e-4, 9.9e-3), ((3.0, 4.0), 5.0, 2.0e-7)]
+)
+def test_G01_clipping_without_torchs_epsilon(gradient, max_norm, gap):
+    with jax.enable_x64(True):
+        p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        p.grad = torch.tensor(gradient, dtype=torch.float64)
+        nn.utils.clip_grad_norm_(p, max_norm)
+        grads = {"p": jnp.array(gradient)}
+
+        def away(clip: Any) -> float:
+            return float(np.abs(clip.update(grads, clip.init(grads))[0]["p"] / p.grad.numpy() - 1).max())
+
+        assert away(parity.clip_grad_norm(max_norm)) < 1e-15
+        assert away(optax.clip_by_global_norm(max_norm)) == pytest.approx(gap, rel=0.02)
+
+
+L2 = optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1))
+
+
+# torch's optimizer, the steps, what it arrives at from 1 with gradients of 0.5; a faulty port and what that arrives at.
+@pytest.mark.parametrize(
+    ("make", "steps", "expected", "wrong", "astray"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 10, -5.47e-3, optax.adamw(0.1), -4.8e-5),
+        (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), 3, 0.70017, optax.adamw(0.1, weight_decay=0.1), 0.67329),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1), 3, 0.67329, L2, 0.70018),
+        (lambda p: torch.optim.Adam(p, lr=0.1, eps=0.5), 3, 0.85, optax.adam(0.1), 0.7),
+    ],
+)
+def test_G04_the_decay_and_the_epsilon_of_adam(make, steps, expected, wrong, astray):
+    p = nn.Parameter(torch.ones(()))
+    optimizer = make([p])
+
+    def arrives(twin: Any) -> float:
+        params = {"p": jnp.ones(())}
+        state = twin.init(params)
+        for _ in range(steps):
+            updates, state = twin.update({"p": jnp.full((), 0.5)}, state, params)
+            params = optax.apply_updates(params, updates)
+        return float(params["p"])
+
+    ours = arrives(parity.to_optax(optimizer))
+    for _ in range(steps):
+        p.grad = torch.full((), 0.5)
+        optimizer.step()
+    assert ours == pytest.approx(p.item(), abs=1e-6)
+    assert ours == pytest.approx(expected, abs=2e-5)
+    assert arrives(wrong) == pytest.approx(astray, abs=2e-5)
+
+
+# Deviations that were measured of torch and of Flax's own, for widths of 256 (of 64 the embedding).
+DRAWN: dict[str, tuple[float, float, str, dict[str, Any], Callable[..., Any], Callable[..., Any]]] = {
+    "Linear": (
+        *(0.0360, 0.0627, "kernel", parity.initializers.linear(256)),
+        lambda made: nnx.Linear(256, 256, **made, rngs=nnx.Rngs(0)),
+        lambda made: linen.Dense(256, **made).init(jax.random.key(0), jnp.ones((1, 256)))["params"],
+    ),
+    "Linear's bias": (
+        *(0.0351, 0.0, "bias", parity.initializers.linear(256)),
+        lambda made: nnx.Linear(256, 256, **made, rngs=nnx.Rngs(0)),
+        lambda made: linen.Dense(256, **made).init(jax.random.key(0), jnp.ones((1, 256)))["params"],
+    ),
+    "Embedding": (
+        *(1.003, 0.126, "embedding", parity.initializers.embedding()),
+        lambda made: nnx.Embed(256, 64, **made, rngs=nnx.Rngs(0)),
+        lambda made: linen.Embed(256, 64, **made).init(jax.random.key(0), jnp.ones((1,), int))["params"],
+    ),
+    "MultiheadAttention": (
+        *(0.0442, 0.0626, "kernel", parity.initializers.multi_head_attention(256)),
+        lambda made: nnx.MultiHeadAttention(8, 256, decode=False, **made, rngs=nnx.Rngs(0)).query,
+        lambda made: linen.MultiHeadDotProductAttention(8, **made).init(jax.random.key(0), jnp.ones((1, 2, 256)))["params"][
+            "query"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_G05_flaxs_layers_draw_as_torchs_where_they_are_told(name):
+    expected, astray, leaf, made, in_nnx, in_linen = DRAWN[name]
+    for options, deviation in ((made, expected), ({}, astray)):
+        for array in (getattr(in_nnx(options), leaf)[...], in_linen(options)[leaf]):
+            assert float(np.std(array)) == pytest.approx(deviation, rel=0.1)
 
 
 def test_G05_initial_numbers_are_drawn_as_torch_draws():

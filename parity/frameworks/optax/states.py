@@ -120,11 +120,13 @@ def write_state(value: Any, new: Found) -> Any:
         array = wanted(place, new) if place and hasattr(old, "dtype") else None
         # A copy of its own: jax may go on using the memory of a NumPy array.
         made = None if array is None else jnp.array(array, dtype=old.dtype, copy=True)
-        if is_variable(leaf):
-            if made is not None:
-                leaf.set_value(made)
-        else:
+        if not is_variable(leaf):
             leaves.append(leaf if made is None else made)
+        elif not isinstance(value, nnx.Optimizer):
+            # What `init` makes of an nnx.State: the variables belong to the caller's state.
+            leaves.append(leaf.replace(old if made is None else made))
+        elif made is not None:
+            leaf.set_value(made)
     if not isinstance(value, nnx.Optimizer):
         return jax.tree.unflatten(structure, leaves)
     value.step.set_value(jnp.asarray(max(new.counts.values(), default=0), jnp.uint32))
