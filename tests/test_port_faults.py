@@ -867,7 +867,8 @@ def test_D01_a_prefix_on_one_side(prefix):
     assert parity.transfer(prefixed, flax_model, rename={prefix: ""}).passed
     # Of no wrapper that is known, or not in front of all names: never dropped in silence.
     ours = {f"ours.{name}": tensor for name, tensor in torch_model.state_dict().items()}
-    transfer_refused(ours, flax_model, "ours.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")
+    hint = "4 names of the source fit without 'ours' in front of them; pass rename={'ours': ''}"
+    transfer_refused(ours, flax_model, hint, "ours.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")
     more = prefixed | {"head.weight": torch.ones(2)}
     # Nobody calls a layer _orig_mod: that one is left out wherever it stands.
     others = () if prefix == "_orig_mod" else (f"{prefix}.0.weight", "layers.0.kernel (2, 2) of the target gets nothing")

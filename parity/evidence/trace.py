@@ -9,6 +9,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
+from parity.evidence.conventions import Conventions, conventions
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
@@ -73,7 +74,8 @@ def trace_subject(subject: Subject) -> Trace:
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
-    return Trace(*paired(expected, plain, shared_names(subject, actual, wanted), renames))
+    differing = conventions(subject.torch.layers(subject.torch_model))
+    return Trace(*paired(expected, plain, shared_names(subject, actual, wanted), renames, differing))
 
 
 def flax_modules(subject: Subject) -> list[Captured]:
@@ -98,7 +100,11 @@ def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> 
 
 
 def paired(
-    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename
+    expected: list[Captured],
+    plain: list[Captured],
+    actual: list[Captured],
+    rename: Rename,
+    differing: Conventions,
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """Steps in torch's order, and what has no counterpart on the other side."""
     noise = {(c.path, c.call): c for c in plain}
@@ -123,7 +129,8 @@ def paired(
             between.append(mine.path)
             continue
         own = noise[(mine.path, mine.call)]
-        step = compare_step(mine, own, other, last)
+        told_by_torch, other = differing.alike(mine, other)
+        step = compare_step(told_by_torch, own, other, last)
         if step.divergence:
             told = replace(step.divergence, inputs=inputs_agree(mine, own, other), between=tuple(between))
             step = replace(step, divergence=told)
