@@ -225,6 +225,46 @@ def test_A01_heads_merged_without_moving_their_axis_back():
     attention_refused("merge", merge=lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))
 
 
+class LinenStage(linen.Module):
+    function: Callable[..., Any]
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+class LinenAttention(linen.Module):
+    """The steps of a `FlaxAttention`."""
+
+    steps: dict[str, Callable[..., Any]]
+
+    @linen.compact
+    def __call__(self, q, k, v, mask):
+        step = {name: LinenStage(function, name=name) for name, function in self.steps.items()}
+        q, k, v = step["split"](q), step["split"](k), step["split"](v)
+        return step["merge"](step["mix"](step["softmax"](step["hide"](step["scores"](q, k), mask)), v))
+
+
+def in_linen(**stages: Callable[..., Any]) -> parity.Linen:
+    steps = {name: stage.function for name, stage in vars(FlaxAttention(**stages)).items() if isinstance(stage, FlaxStage)}
+    return parity.Linen(LinenAttention(steps), {})
+
+
+@pytest.mark.parametrize(
+    ("at", "by", "wrong"),
+    [
+        ("merge", "wiring identical", lambda x: x.reshape(x.shape[0], x.shape[2], -1)),  # A01
+        ("split", "wiring identical", lambda x: x.reshape(x.shape[0], HEADS, x.shape[1], -1)),  # A02
+        ("scores", "identical", lambda q, k: q @ k.swapaxes(-2, -1) / (HEADS * WIDTH) ** 0.5),  # A04
+        ("hide", "wiring identical", lambda scores, mask: jnp.where(mask, scores, -jnp.inf)),  # A09
+        ("hide", "wiring identical", lambda scores, mask: scores - 10 * mask.astype(scores.dtype)),  # A13
+        ("softmax", "identical", lambda s: jax.nn.softmax(s.astype(jnp.bfloat16), -1).astype(s.dtype)),  # A20
+    ],
+)
+def test_A01_and_others_of_its_kind_in_linen(at, by, wrong):
+    accepted(TorchAttention(), in_linen(), *sequences(), causal())
+    refused(TorchAttention(), in_linen(**{at: wrong}), *sequences(), causal(), by=by, at=at)
+
+
 def test_A02_heads_split_by_a_bare_view():
     attention_refused("split", split=lambda x: x.reshape(x.shape[0], HEADS, x.shape[1], -1))
     # Right axes, but each head takes every second feature.
@@ -646,6 +686,34 @@ def test_B02_a_size_taken_for_an_epsilon():
     wrong_epsilon(8)
 
 
+@pytest.mark.parametrize(
+    ("torch_layer", "linen_layer", "says"),
+    [
+        (nn.LayerNorm(4), lambda: linen.LayerNorm(name="core"), "eps=1e-05 in torch, epsilon=1e-06 in Flax"),
+        (nn.LayerNorm(4), lambda: linen.LayerNorm(4, name="core"), "eps=1e-05 in torch, epsilon=4 in Flax"),
+        (nn.GroupNorm(2, 4), lambda: linen.GroupNorm(2, name="core"), "eps=1e-05 in torch, epsilon=1e-06 in Flax"),
+        (
+            nn.GroupNorm(2, 4),
+            lambda: linen.GroupNorm(4, epsilon=1e-5, name="core"),
+            "num_groups=2 in torch, num_groups=4 in Flax",
+        ),
+        (nn.RMSNorm(4), lambda: linen.RMSNorm(name="core"), "eps=None (the machine epsilon) in torch, epsilon=1e-06 in Flax"),
+        (nn.Conv1d(4, 4, 3, 2, 1), lambda: linen.Conv(4, (3,), 2, name="core"), "padding='SAME' (at a stride above 1"),
+        (nn.Conv1d(4, 4, 4), lambda: linen.Conv(4, (4,), name="core"), "padding='SAME', that is ((1, 2),) in Flax"),
+        (nn.Embedding(4, 4, padding_idx=1), lambda: linen.Embed(4, 4, name="core"), "padding_idx=1 in torch"),
+    ],
+)
+def test_B01_and_other_settings_that_linen_assumes(torch_layer, linen_layer, says):
+    class Holder(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen_layer()(x)
+
+    x = jnp.ones((2, 5), int) if isinstance(torch_layer, nn.Embedding) else jnp.ones((2, 5, 4))
+    told = parity.transfer(TorchHolder(torch_layer), parity.Linen(Holder(), None, x))
+    assert any(says in sentence for sentence in told.settings)
+
+
 def test_B03_variance_as_a_difference_of_squares():
     x, levels = normal(N, LENGTH, WIDTH), ("weights", "native")
     accepted(*norms(1000.0), x, levels=levels)
@@ -970,6 +1038,47 @@ def test_D06_layers_stacked_along_an_axis_are_refused_until_the_axis_is_named(ax
     assert parity.compare(separate.eval(), target, normal(3, 4), levels="weights").passed
     scanned = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), axis_size=3)(nnx.Rngs(0).split(3))
     transfer_refused(separate[0], scanned, "weight has shape (4, 4), so kernel must have (4, 4), but it has (3, 4, 4)")
+
+
+class ScannedLayer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return jnp.tanh(linen.Dense(4, name="0")(x)), None
+
+
+class Scanned(linen.Module):
+    axis: int
+
+    @linen.compact
+    def __call__(self, x):
+        layers = linen.scan(ScannedLayer, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=3)
+        return layers(name="h")(x, None)[0]
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_D06_layers_of_a_scan_in_linen_and_in_reverse(axis):
+    separate, x, rename = Stack().eval(), normal(3, 4), {"h.{i}": "h[" + ":, " * axis + "{i}]"}
+    empty = parity.Linen(Scanned(axis), None, x)
+    with pytest.raises(parity.TransferError, match=re.escape(f"in a stack; if so, pass rename={rename}")):
+        parity.transfer(separate, empty)
+    scanned = parity.transfer(separate, empty, rename=rename).value
+    levels = ("weights", "structure", "identical")
+    accepted(separate, scanned, x, levels=levels, rename=rename)
+    reverse = jax.tree.map(lambda array: jnp.flip(array, axis), scanned.variables)
+    report = parity.compare(separate, parity.Linen(Scanned(axis), reverse), x, levels=levels, rename=rename)
+    assert [result.status for result in report.levels] == ["failed", "passed", "failed"]
+    assert {finding.where[:4] for finding in report.level("weights").findings} == {"h.0.", "h.2."}
 
 
 def test_D07_bfloat16_keeps_every_bit():
