@@ -68,6 +68,8 @@ def to_optax(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1 or (steps is not None and steps < 1):
         raise InputError(f"every and steps must be whole numbers of at least 1, got every={every!r}, steps={steps!r}")
+    if clip is not None and not (hasattr(clip, "init") and hasattr(clip, "update")):
+        raise InputError(f"clip must be a transformation of optax, got {clip!r}; pass parity.clip_grad_norm({clip!r})")
     if which(source) == "scheduler":
         return schedule_alone(source, every, steps, group)
     room = frameworks.load("torch.optimizers")

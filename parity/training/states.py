@@ -89,7 +89,8 @@ def transfer_optimizer(
     optimizer, state = (source, target) if room.owns(source) else (target, source)
     if not other.owns(state):
         raise InputError(
-            f"no state of a twin in {frameworks.describe(state)}; make it by parity.to_optax(optimizer, ...).init(parameters)"
+            f"no state of a twin in {frameworks.describe(state)}; make the transformation by parity.to_optax(optimizer, ...), "
+            "and its state by init(parameters) or nnx.Optimizer"
         )
     found = matched(optimizer, torch_model, flax_model, rename, ignore)
     told = Told(room.read(optimizer, found.names), found, scheduler, every, step)

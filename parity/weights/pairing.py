@@ -33,7 +33,7 @@ from parity.weights.paths import Names, Rename, Renamed, bare, in_order, join, n
 from parity.weights.plan import Unpaired
 from parity.weights.recurrence import single_layers, unrolled
 from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
-from parity.weights.unpaired import bare_wrappers, left_over, without_rule
+from parity.weights.unpaired import bare_wrappers, left_over, prefix_hint, without_rule
 from parity.weights.wrappers import hint, unwrapped
 
 # A module of parity.frameworks, or a checkpoint in its place.
@@ -167,8 +167,9 @@ def pair(
     unpaired = unexpected(left.stray, renames, targets, sides, unnamed) + missing(left.empty, sources, taken, sides)
     problems += [one.reason for one in unpaired]
     strays = [leaf for leaf, f in left.stray if not f and leaf.path not in unnamed]
-    stacks = stack_hints(by_torch_name(strays, sides[0]), by_torch_name(left.empty, sides[1]), sides)
-    help_first = left.why + (stacks or remedy(strays, left.empty, sides, flax_layers))
+    lonely = by_torch_name(strays, sides[0]), by_torch_name(left.empty, sides[1])
+    hints = stack_hints(*lonely, sides) or prefix_hint(*lonely, sides)
+    help_first = left.why + (hints or remedy(strays, left.empty, sides, flax_layers))
     problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
     kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
@@ -394,7 +395,8 @@ def make_pair(
         elif family is AS_IS and torch_leaf.shape == flax_leaf.shape[::-1] and len(flax_leaf.shape) > 1:
             hint = "; the shapes are each other's reverse, but no rule says that this array is transposed"
         if hint:
-            hint += f": if this one is otherwise, rename to {f'{flax_leaf.path} | {other_way(family)}'!r}"
+            way = f"{flax_leaf.path} | {other_way(family)}"
+            hint += f": if this one is otherwise, rename to {way!r}, and square ones like it too, which fit both ways"
         for word in ("heads", "heads in"):
             if Given((parse(word),)).between(torch_leaf.shape, flax_leaf.shape):
                 hint = f"; if these are heads, rename to {f'{flax_leaf.path} | {word}'!r}"

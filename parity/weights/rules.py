@@ -339,10 +339,13 @@ def both_ways(torch: str) -> Rule:
 
 def second_bias(torch: str, end: str) -> Alone:
     """Torch adds two biases where Flax has one: exact only if the second is 0, for their sum would be rounded."""
-    ask = 'pass merge="recurrent biases" to send the rounded sum'
+    ask = (
+        'pass merge="recurrent biases" to send the rounded sum, or, for models that pass every level, '
+        "add bias_hh to bias_ih in torch and set bias_hh to 0"
+    )
     if torch.startswith("GRU"):
         why = "nnx.GRUCell has no bias inside the reset gate (b_hn), which would be lost and cannot be folded into another"
-        how = f"where that last third is 0, {ask}; where not, write a cell of your own"
+        how = f"where that last third is 0, {ask}; where it is not, write a cell of your own"
         formula = "n = tanh(W_in x + b_in + r * (W_hn h + b_hn))"
         return Alone(f"bias_hh{end}", f"{why}; {how}: {formula}; in training torch moves both biases", "zero")
     why = "Flax has one bias, and the rounded sum of two would be another function"

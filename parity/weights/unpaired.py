@@ -1,5 +1,6 @@
 """What is said of leaves without counterpart, where more is known than that there is none."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from parity.weights.claims import Layers, Sides
@@ -45,6 +46,19 @@ def left_over(stray: list[tuple[Leaf, list[Leaf] | None]], empty: list[Leaf], la
     why += not_saved(flax_leaves, layers[sides.index("torch")])
     stray = [one for one in stray if one[0].path not in known]
     return LeftOver(stray, [leaf for leaf in empty if leaf.path not in known], why, alone)
+
+
+def prefix_hint(strays: Collection[str], empties: Collection[str], sides: Sides) -> list[str]:
+    """What to pass if names of one side are those of the other behind a prefix; both in torch's words."""
+    for role, longer, shorter in (("source", strays, empties), ("target", empties, strays)):
+        fronts = {name[: -len(other) - 1] for name in longer for other in shorter if name.endswith(f".{other}")}
+        for front in sorted(fronts, key=len):
+            fitting = sum(name.removeprefix(f"{front}.") in shorter for name in longer if name.startswith(f"{front}."))
+            if fitting > 1 and 4 * fitting >= len(shorter):
+                first = sides[0 if role == "source" else 1] == "torch" if sides[0] != sides[1] else role == "source"
+                rename = {front: ""} if first else {"": front}
+                return [f"{fitting} names of the {role} fit without {front!r} in front of them; pass rename={rename}"]
+    return []
 
 
 def constant(leaf: Leaf) -> bool:

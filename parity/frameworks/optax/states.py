@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from parity.frameworks.optax.building import GROUP, dotted
@@ -36,8 +37,10 @@ class Place:
 
 
 def owns(value: Any) -> bool:
-    """Whether a value is an nnx.Optimizer, or a state in which a twin's is."""
-    return isinstance(value, nnx.Optimizer) or any(place for _, place, _ in places(value))
+    """Whether a value is the state of a twin, or an nnx.Optimizer or a state of optax's in which there is one."""
+    # A group whose rule keeps nothing is an empty state: no leaf, but its name is there.
+    flat = jax.tree_util.tree_leaves_with_path(content(value), is_leaf=lambda x: isinstance(x, nnx.Variable | optax.EmptyState))
+    return any(dotted((key,)).startswith(GROUP) for path, _ in flat for key in path)
 
 
 def content(value: Any) -> Any:
@@ -120,11 +123,13 @@ def write_state(value: Any, new: Found) -> Any:
         array = wanted(place, new) if place and hasattr(old, "dtype") else None
         # A copy of its own: jax may go on using the memory of a NumPy array.
         made = None if array is None else jnp.array(array, dtype=old.dtype, copy=True)
-        if is_variable(leaf):
-            if made is not None:
-                leaf.set_value(made)
-        else:
+        if not is_variable(leaf):
             leaves.append(leaf if made is None else made)
+        elif not isinstance(value, nnx.Optimizer):
+            # What `init` makes of an nnx.State: the variables belong to the caller's state.
+            leaves.append(leaf.replace(old if made is None else made))
+        elif made is not None:
+            leaf.set_value(made)
     if not isinstance(value, nnx.Optimizer):
         return jax.tree.unflatten(structure, leaves)
     value.step.set_value(jnp.asarray(max(new.counts.values(), default=0), jnp.uint32))

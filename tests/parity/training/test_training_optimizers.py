@@ -300,6 +300,7 @@ def test_calls_that_do_not_fit_are_refused():
         (dict(torch_model=model), "give both or neither"),
         (dict(every=0), "every=0"),
         (dict(steps=0), "steps=0"),
+        (dict(clip=1.0), r"clip must be a transformation of optax, got 1.0; pass parity.clip_grad_norm\(1.0\)"),
         (dict(unused="c"), "unused names parameters: pass torch_model"),
         (dict(torch_model=model, flax_model=flax, unused="x*"), r"unused: 'x\*' fits no parameter"),
         (dict(torch_model=other, flax_model=flax), "5 problems.*parameter 0 of group 0, shape \\(5, 3\\)"),

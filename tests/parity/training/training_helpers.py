@@ -14,7 +14,7 @@ from helpers import random
 from torch import nn, optim
 
 import parity
-from parity.frameworks.nnx.running import QUICK
+from parity.frameworks.jax.running import QUICK
 
 torch.set_num_threads(1)
 

@@ -93,7 +93,5 @@ def test_a_constant_without_values_that_nothing_fills_is_refused():
     assert parity.transfer(TwoLinear(), Tabled(WIDTH, True, rngs=rngs())).alone
     with pytest.raises(parity.TransferError, match=r"table \(3,\) of the target gets nothing from the source"):
         parity.transfer(TwoLinear(), parity.empty(Tabled, WIDTH, True))
-    with pytest.raises(
-        parity.InputError, match=r"table of the model is an array and no nnx.Variable: it has no"
-    ):
+    with pytest.raises(parity.InputError, match=r"table of the model is an array and no nnx.Variable: it has no"):
         parity.empty(Tabled, WIDTH, False)

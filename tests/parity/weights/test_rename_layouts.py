@@ -233,7 +233,7 @@ def test_a_single_permutation_can_still_be_lent():
 
 
 def test_the_refusal_of_a_shape_says_how_to_give_the_layout():
-    with pytest.raises(TransferError, match=re.escape("if this one is otherwise, rename to 'kernel | as is'")):
+    with pytest.raises(TransferError, match=re.escape("if this one is otherwise, rename to 'kernel | as is', and square ones")):
         parity.transfer({"weight": torch.ones(3, 5)}, nnx.Linear(3, 5, rngs=rngs()), rename={}, ignore=["bias"])
 
 

@@ -243,3 +243,20 @@ def test_the_modules_of_a_wrapped_model_are_compared_one_by_one_too():
     trace = parity.trace(ours, theirs, torch.ones(3, 4))
     assert trace.first_divergence().path == "net.2"
     assert trace.first_divergence().last_agreement == "net.0"
+
+
+class Held(nnx.Module):
+    def __init__(self):
+        self.body = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("prefixed", ["torch", "flax"])
+def test_a_prefix_that_no_wrapper_puts_there_is_proposed_in_either_direction(prefixed, back):
+    bare = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).state_dict()
+    pair = ({f"ours.core.{name}": a for name, a in bare.items()}, Held().body) if prefixed == "torch" else (bare, Held())
+    rename = {"ours.core": ""} if prefixed == "torch" else {"": "body"}
+    source, target = reversed(pair) if back else pair
+    with pytest.raises(parity.TransferError, match=re.escape(f"in front of them; pass rename={rename}")):
+        parity.transfer(source, target)
+    assert len(parity.transfer(source, target, rename=rename).plan) == 4
