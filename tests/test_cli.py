@@ -140,7 +140,8 @@ def test_the_default_table_has_at_least_200_cases_of_every_kind():
     assert len(cases) >= 200
     assert len({case.name for case in cases}) == len(cases)
     assert {case.dtype for case in cases} == {"float32", "float64", "bfloat16", "float16"}
-    assert {case.module for case in cases} == {program.module for program in PROGRAMS}
+    whole = {"EncoderLayer", "DecoderLayer", "Transformer"}
+    assert {case.module for case in cases} == {program.module for program in PROGRAMS} | whole
     assert {case.pattern for case in cases if case.mask} == {"random", "causal", "padding", "hidden rows", "nothing hidden"}
     assert {len(case.mask) for case in cases} == {0, 1, 2, 4}
     assert {case.mask_dtype for case in cases if case.mask} >= {"bool", "int64", "uint8", "float32", "denormal"}

@@ -20,6 +20,7 @@ EVERY_FRAMEWORK = sum(FRAMEWORKS.values(), ())
 
 # One line for each public module of the wings; both wings run the same text.
 MODULES = """
+small = wing.TransformerConfig(d_model=8, n_heads=2, n_layers=2, max_len=16)
 modules = [
     (wing.Linear(8, 6, **rngs), [x]),
     (wing.ReLU(), [x]),
@@ -29,6 +30,17 @@ modules = [
     (wing.Multi_Head_Self_Attention(8, 2, **rngs), [x, x, x, None]),
     (wing.MultiHeadAttention(8, 2, 4, 4, 4, **rngs), [x, x, x, None]),
     (wing.ScaledDotProductAttention(), [heads, heads, heads, None]),
+    (wing.GELU("tanh"), [x]),
+    (wing.LayerNorm(8, **rngs), [x]),
+    (wing.RMSNorm(8, **rngs), [x]),
+    (wing.Embedding(7, 8, **rngs), [ids]),
+    (wing.SinusoidalPositions(8, 16), [x]),
+    (wing.RotaryPositions(8, 16), [heads]),
+    (wing.EncoderLayer(small, **rngs), [x]),
+    (wing.DecoderLayer(small, **rngs), [x, x]),
+    (wing.Encoder(small, **rngs), [x]),
+    (wing.Decoder(small, **rngs), [x, x]),
+    (wing.Transformer(7, 7, small, **rngs), [ids, ids]),
 ]
 public = {name for name, value in vars(wing).items() if isinstance(value, type) and issubclass(value, nn.Module)}
 built = {type(module).__name__ for module, _ in modules}
@@ -44,12 +56,14 @@ import numpy as np, torch, torch_impl as wing
 from torch import nn
 x = torch.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
 heads, rngs, as_numpy = x[:, None], {}, lambda tensor: tensor.detach().numpy()
+ids = torch.tensor([[1, 2, 3, 4, 5], [6, 1, 2, 0, 0]])
 """,
     "flax": """
 import jax.numpy as jnp, numpy as np, jax_impl as wing
 from flax import nnx as nn
 x = jnp.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
 heads, rngs, as_numpy = x[:, None], {"rngs": nn.Rngs(0)}, np.asarray
+ids = jnp.asarray([[1, 2, 3, 4, 5], [6, 1, 2, 0, 0]])
 """,
 }
 OTHER_WING = {"torch": "jax_impl", "flax": "torch_impl"}

@@ -119,7 +119,10 @@ def in_shape(one: Captured, returned: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(one.outputs)
     for path, theirs in one.outputs.items():
         mine = returned.get(path)
-        if not one.path or not is_array(mine) or not is_array(theirs) or mine.shape == theirs.shape:
+        if not one.path or not is_array(mine) or not is_array(theirs) or mine.ndim != theirs.ndim:
+            continue
+        # As many channels as steps: only the values show which axis is which.
+        if mine.shape == theirs.shape and alike_in_shape(theirs, mine):
             continue
         turned = [back for axes in USUAL if (back := axes.to_torch(theirs)).shape == mine.shape]
         found[path] = next((back for back in turned if alike_in_shape(back, mine)), theirs)
