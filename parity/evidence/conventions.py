@@ -6,6 +6,7 @@ its first part alone in Flax.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def elementwise(kind: str) -> bool:
     return kind.startswith("torch.nn.") and kind.removeprefix("torch.nn.").endswith(names)
 
 
-def moved(actual: object, expected: object) -> object:
+def moved(actual: Any, expected: Any) -> Any:
     """An array as it is, or with its last axis behind the batch (in front, without one): what is nearest to torch's."""
     if not isinstance(actual, np.ndarray) or not isinstance(expected, np.ndarray) or actual.ndim != expected.ndim:
         return actual
