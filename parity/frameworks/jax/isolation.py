@@ -108,7 +108,8 @@ def answered(
 
     Args:
         program: the module.
-        parameters: its arrays, and `rest`.
+        parameters: its arrays.
+        rest: what else it holds.
         arguments: of its call.
         below: names in `replies`, by the path inside the program. Those inside a program are the same in
             every layer, so that a program is compiled once for all of them.
