@@ -53,6 +53,11 @@ class Linen:
         """The modules inside and their paths, found once."""
         return load("linen").structure_of(self)
 
+    @cached_property
+    def wide_structure(self) -> Any:
+        """`structure` in a float64 run, found once."""
+        return load("linen").wide_structure_of(self)
+
     def replaced(self, variables: Any = None, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> "Linen":
         """The same model with other variables or arguments; this one stays as it is."""
         args = self.args if args is None else args

@@ -38,7 +38,7 @@ def diagnose(
 
     Args:
         torch_model: a `torch.nn.Module` in eval mode.
-        flax_model: an `nnx.Module` in eval mode.
+        flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
         args: positional arguments for both.
         kwargs: keyword arguments for both.
         rename: as in `parity.transfer`.

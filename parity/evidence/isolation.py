@@ -5,7 +5,6 @@ children is seen whether they are right or wrong, and so is what it gives them.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.judging import compared
-from parity.evidence.partners import known_names, partners
+from parity.evidence.partners import partners
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import (
@@ -49,7 +48,7 @@ class Isolator:
         self.subject, self.dtype = subject, dtype
         self.plain = observed(subject, None)
         self.calls = self.plain if dtype is None else observed(subject, dtype)
-        self.own = own_calls(subject, self.calls, dtype)
+        self.own = own_calls(subject, dtype)
         self.partners, self.unpaired = partners(subject, list(self.calls.values()), list(self.own.values()))
         self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
         self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
@@ -91,7 +90,7 @@ class Isolator:
             if not self.own:
                 # Flax's model does not finish by itself either: here is where it stops, or in a module below.
                 raising = (Difference("output", float("inf"), reason=f"Flax raises {trial.error}"),)
-                inner = [name for name, _ in self.below(one) if not self.is_right(name)]
+                inner = [name for name, _ in self.below(one) if self.is_comparable(name) and not self.is_right(name)]
                 note = f"{', '.join(inner)} inside it is wrong" if inner else ""
                 return Isolated(*head, "follows" if inner else "differs", float("inf"), raising, False, note)
             raise NotComparableError(f"called alone as torch's module is called, Flax raises {trial.error}")
@@ -166,6 +165,8 @@ class Isolator:
             replies = {self.partners[name].path: [reply for _, reply in calls] for name, calls in answering.items()}
             try:
                 run = self.run_flax(trial, replies)
+            except NotComparableError:
+                raise
             except Exception as error:
                 trial.error = f"{type(error).__name__}: {first_line(error)}"
                 return trial
@@ -317,22 +318,13 @@ def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], Modul
     return {c.key: c for c in calls}
 
 
-def own_calls(
-    subject: Subject, torch_calls: Mapping[tuple[str, int], ModuleCall], dtype: str | None
-) -> dict[tuple[str, int], ModuleCall]:
+def own_calls(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
     """Flax's calls in its own run, which show how its modules want to be called; none if it raises."""
     try:
         calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype)
     except Exception:
         return {}
-    names = known_names(subject, {subject.pairing.renames.apply(path)[0] for path, _ in torch_calls})
-
-    def known(key: tuple[str, int] | None) -> tuple[str, int] | None:
-        return key and (names.get(key[0], key[0]), key[1])
-
-    return {
-        (names.get(c.path, c.path), c.call): replace(c, path=names.get(c.path, c.path), inside=known(c.inside)) for c in calls
-    }
+    return {c.key: c for c in calls}
 
 
 def nearest_children(

@@ -38,11 +38,14 @@ def partners(
     called = list(dict.fromkeys(c.path for c in torch_calls))
     torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
     flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+    renames = {path: subject.pairing.renames.apply(path) for path in called}
+    # A module of several paths is run under its own, whichever of them torch knows it by.
+    own = {known: path for path, known in known_names(subject, {renamed for renamed, _ in renames.values()}).items()}
     found: dict[str, Partner] = {}
-    for path in called:
-        renamed, key = subject.pairing.renames.apply(path)
-        if renamed in flax_layers:
-            found[path] = Partner(renamed, "name" if key is None else "plan")
+    for path, (renamed, key) in renames.items():
+        partner = renamed if renamed in flax_layers else own.get(renamed)
+        if partner in flax_layers:
+            found[path] = Partner(partner, "name" if key is None else "plan")
     by_plan(subject, called, found)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}

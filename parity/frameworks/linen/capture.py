@@ -16,6 +16,7 @@ from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.running import QUICK, pinned, platform
 from parity.frameworks.linen.running import arguments_of, prepare, widened
+from parity.frameworks.linen.structure import Path, class_inside
 from parity.linen import Linen
 
 Record = tuple[str, int, dict[str | int, Any]]
@@ -69,30 +70,51 @@ def recording(model: Linen) -> Iterator[list[Record]]:
     """Record what every module below the model is given and returns."""
     records: list[Record] = []
     counts: dict[str, int] = {}
-    parts = model.structure.parts
-    state = get_opaque_trace_state(convention="flax")
-    depth: list[tuple[str, ...]] = []
 
-    def around(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def record(path: Path, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        words = words_of(model, path)
+        counts[words] = counts.get(words, 0) + 1
+        records.append((words, counts[words] - 1, given_and_returned(args, output)))
+        return output
+
+    with watching(model.structure.lifted, record):
+        yield records
+
+
+def words_of(model: Linen, path: Path) -> str:
+    """The path of a module in torch's words."""
+    parts = model.structure.parts
+    return str(parts[path].words) if path in parts else ".".join(path)
+
+
+@contextlib.contextmanager
+def watching(lifted: tuple[type, ...], around: Callable[..., Any]) -> Iterator[None]:
+    """Send every call of a module below the one that runs through `around(path, call, args, kwargs)`.
+
+    Args:
+        lifted: classes that flax made of others for a transformation, as far as they are there already.
+        around: gets the module's path, its own bound call, and the arguments.
+    """
+    state = get_opaque_trace_state(convention="flax")
+    depth: list[Path] = []
+
+    def watched(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = tuple(map(str, module.path)) if module.scope is not None else ()
         # Values inside a transformation cannot leave it; a class that calls super().__call__ is still one module.
         if not path or path in depth or get_opaque_trace_state(convention="flax") != state:
             return call(*args, **kwargs)
         depth.append(path)
         try:
-            output = call(*args, **kwargs)
+            return around(path, call, args, kwargs)
         finally:
             depth.pop()
-        words = parts[path].words if path in parts else ".".join(path)
-        counts[words] = counts.get(words, 0) + 1
-        records.append((words, counts[words] - 1, given_and_returned(args, output)))
-        return output
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        return around(context.module, call, args, kwargs) if context.method_name == "__call__" else call(*args, **kwargs)
+        return watched(context.module, call, args, kwargs) if context.method_name == "__call__" else call(*args, **kwargs)
 
-    with nn.intercept_methods(intercept), lifted_calls(model, around):
-        yield records
+    with nn.intercept_methods(intercept), lifted_calls(lifted, watched):
+        yield
 
 
 # What flax makes a class of another one with, for a transformation.
@@ -100,12 +122,12 @@ MAKERS = ("module_class_lift_transform", "module_class_lift_transform_cached")
 
 
 @contextlib.contextmanager
-def lifted_calls(model: Linen, around: Callable[..., Any]) -> Iterator[None]:
+def lifted_calls(lifted: tuple[type, ...], around: Callable[..., Any]) -> Iterator[None]:
     """Send the calls of classes that flax made for a transformation through `around` too: it does not intercept those.
 
     Some exist already; a `@compact` module makes its own each time it runs.
     """
-    existing = {cls: vars(cls)["__call__"] for cls in model.structure.lifted if "__call__" in vars(cls)}
+    existing = {cls: vars(cls)["__call__"] for cls in lifted if "__call__" in vars(cls)}
     makers = {name: getattr(transforms, name) for name in MAKERS}
 
     def made(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +156,8 @@ def lifted_calls(model: Linen, around: Callable[..., Any]) -> Iterator[None]:
 
 def call_of(cls: Any, original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     """A class's call on the record; where the transformation changes no values, that of the class inside."""
-    inside = cls.__mro__[1]
-    if cls.__name__ in (f"Checkpoint{inside.__name__}", f"Jit{inside.__name__}"):
+    inside = class_inside(cls)
+    if inside is not cls:
         plain: Callable[..., Any] = inside.__call__
         return plain
 

@@ -27,19 +27,35 @@ def structure_of(model: Any) -> Structure:
     return found.structure()
 
 
-def called_on_shapes(model: Any) -> Found | None:
+def wide_structure_of(model: Any) -> Structure:
+    """Every module as it is in a float64 run: the attributes of some depend on the dtype of what the model is given.
+
+    Args:
+        model: a `parity.Linen`; 64-bit types must be on.
+    """
+    found = called_on_shapes(model, "float64")
+    return found.structure() if found else model.structure  # type: ignore[no-any-return]
+
+
+def called_on_shapes(model: Any, dtype: str | None = None) -> Found | None:
     """Every module, by running `init` on shapes alone; None if the example arguments, if any, do not serve."""
     found = Found()
     try:
-        initialised(model, found)
+        initialised(model, found, dtype)
     except Exception:
         # What a model raises is told where it is run.
         return None
     return found
 
 
-def initialised(model: Any, found: Found) -> Any:
-    """The abstract variables of a model, with every module met on the way."""
+def initialised(model: Any, found: Found, dtype: str | None = None) -> Any:
+    """The abstract variables of a model, with every module met on the way.
+
+    Args:
+        model: a `parity.Linen`.
+        found: takes the modules.
+        dtype: of its floating point arguments; None keeps theirs.
+    """
 
     def watch(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -47,6 +63,7 @@ def initialised(model: Any, found: Found) -> Any:
             found.lifted[type(module)] = None
         # Functions that a transformation lifts have names of their own and a scope without a path.
         known = context.method_name != "<lambda>" and module.scope is not None
+        first = known and tuple(map(str, module.path)) not in found.classes
         if known:
             found.classes.setdefault(tuple(map(str, module.path)), [])
         try:
@@ -54,12 +71,14 @@ def initialised(model: Any, found: Found) -> Any:
         finally:
             if known:
                 found.meet(module)
+            if first:
+                found.keep(module)
 
     arrays: dict[str, jax.ShapeDtypeStruct] = {}
 
     def take(path: str, value: Any) -> Any:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            arrays[path] = shaped(value)
+            arrays[path] = shaped(value, dtype)
             return Slot(path)
         return value
 
@@ -89,11 +108,12 @@ def same_shapes(model: Any, other: Any) -> bool:
     return bool(examples(model, shape) == examples(other, shape))
 
 
-def shaped(value: Any) -> jax.ShapeDtypeStruct:
-    """An array of any framework as its shape and dtype, in the width that jax has at hand."""
+def shaped(value: Any, floating: str | None = None) -> jax.ShapeDtypeStruct:
+    """An array of any framework as its shape and dtype, in the width that jax has at hand; a floating point one as told."""
     name = str(value.dtype).removeprefix("torch.")
     # Random keys have a dtype that only jax knows.
     dtype = jax.dtypes.canonicalize_dtype(DTYPES[name]) if name in DTYPES else value.dtype
+    dtype = jax.numpy.dtype(floating) if floating and jax.numpy.issubdtype(dtype, jax.numpy.floating) else dtype
     return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
 
 
@@ -105,6 +125,7 @@ def set_up(model: Any) -> Found:
         # Looking for an attribute that is not there makes flax run setup.
         getattr(module, "no such attribute", None)
         found.meet(module)
+        found.keep(module)
         for _, child in held_modules(module):
             if child.scope is not None and tuple(child.path) not in found.classes:
                 visit(child)

@@ -1,5 +1,6 @@
 """The modules that a Linen model has inside: their classes, settings and paths, in Linen's words and in torch's."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ class Part:
         words: its dotted path in torch's words: `layers.0` for an element of a list, `0` in a Sequential.
         also: further paths under which torch may know it.
         by_name: whether only its name tells its class.
+        module: a copy that is bound to nothing, to run it by itself; None where there can be none.
+        given: of the modules in its attributes that lie elsewhere in the model, the paths, by the names
+            that they have in the copy.
     """
 
     path: Path
@@ -39,6 +43,8 @@ class Part:
     words: str
     also: tuple[str, ...]
     by_name: bool = False
+    module: nn.Module | None = None
+    given: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,14 @@ class Found:
         settings: attributes by path.
         held: for the path of a module, that of the attribute that holds it, and of the module whose attribute it is.
         lifted: classes that flax made of others for a transformation.
+        copies: by path, what `Part` has as its `module` and as `given`.
     """
 
     classes: dict[Path, list[type]] = field(default_factory=dict)
     settings: dict[Path, dict[str, Any]] = field(default_factory=dict)
     held: dict[Path, list[tuple[Path, Path]]] = field(default_factory=dict)
     lifted: dict[type, None] = field(default_factory=dict)
+    copies: dict[Path, tuple[nn.Module | None, dict[str, Path]]] = field(default_factory=dict)
 
     def meet(self, module: nn.Module) -> None:
         """Note a module that has a scope, and the modules that it holds."""
@@ -81,6 +89,10 @@ class Found:
             whole = (*path, *keys[1:]) if isinstance(module, nn.Sequential) and keys[0] == "layers" else (*path, *keys)
             if child.scope is not None and (whole, path) not in self.held.setdefault(tuple(child.path), []):
                 self.held[tuple(child.path)].append((whole, path))
+
+    def keep(self, module: nn.Module) -> None:
+        """Keep a copy of the module of a path; of two that share a scope that is the outer one."""
+        self.copies[tuple(map(str, module.path))] = unbound(module), given_to(module)
 
     def structure(self) -> Structure:
         """All that was met."""
@@ -97,7 +109,8 @@ class Found:
             words[path] = (*parent, *own[len(path) - 1 :]) if path else ()
         return {
             path: Part(
-                path, kinds_of(self.classes[path]), self.settings[path], ".".join(words[path]), self.further(path, words)
+                *(path, kinds_of(self.classes[path]), self.settings[path], ".".join(words[path]), self.further(path, words)),
+                *(False, *self.copies.get(path, (None, {}))),
             )
             for path in met
         }
@@ -157,6 +170,41 @@ def held_modules(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
     for name, value in vars(module).items():
         if name != "parent" and not name.startswith("_"):
             yield from inside(value, (name,))
+
+
+def unbound(module: nn.Module) -> nn.Module | None:
+    """A copy of a bound module outside of its model; None if it holds arrays that exist only in the call."""
+    copy, _ = module.unbind()
+    fields = {f.name: getattr(copy, f.name) for f in dataclasses.fields(copy) if f.init and f.name != "parent"}
+    if holds_tracers(copy):
+        return None
+    # A class that a @compact module makes anew in each call is another one in every layer; what is inside is not.
+    plain = class_inside(type(copy))
+    return copy if plain is type(copy) else plain(**fields, parent=None)
+
+
+def holds_tracers(module: nn.Module) -> bool:
+    """Whether a module, or one that it holds, has arrays among its attributes that exist only in a call."""
+    own = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dict(vars(module))))
+    return own or any(holds_tracers(child) for _, child in held_modules(module))
+
+
+def class_inside(cls: type) -> Any:
+    """The class that flax wrapped, where the transformation changes no values: `nn.remat`, `nn.jit`; else the class itself."""
+    inside = cls.__mro__[1]
+    changes_none = cls.__name__ in (f"Checkpoint{inside.__name__}", f"Jit{inside.__name__}")
+    return inside if cls.__module__ == LIFTED and changes_none else cls
+
+
+def given_to(module: nn.Module) -> dict[str, Path]:
+    """The paths of the modules in a module's fields that are not its own, by the names under which a copy takes them in."""
+    path, fields = tuple(map(str, module.path)), {f.name for f in dataclasses.fields(module) if f.init}
+    children = {
+        "_".join(keys): tuple(map(str, child.path))
+        for keys, child in held_modules(module)
+        if keys[0] in fields and child.scope is not None
+    }
+    return {name: where for name, where in children.items() if where != (*path, name)}
 
 
 def part_by_name(path: Path) -> Part:

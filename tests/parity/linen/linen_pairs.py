@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -150,6 +151,15 @@ def encoder(style: type, fault: str = "") -> tuple[torch.nn.Module, parity.Linen
     """The pair; a fault is planted in the code of the second block."""
     model = draw(TorchEncoder(), "linen encoder")
     return model, parity.transfer(model, parity.Linen(style(fault), None, x()), rename=RENAMES[style]).value
+
+
+def altered(model: parity.Linen, path: str, change: Callable[[np.ndarray], np.ndarray]) -> parity.Linen:
+    """The model with one array changed by a function of its NumPy array."""
+
+    def put(keys: Any, array: Any) -> Any:
+        return jnp.asarray(change(np.array(array))) if ".".join(key.key for key in keys) == path else array
+
+    return model.replaced(variables=jax.tree_util.tree_map_with_path(put, model.variables))
 
 
 class TorchConv(torch.nn.Module):

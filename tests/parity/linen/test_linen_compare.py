@@ -1,7 +1,6 @@
 """Linen models on every level, in the trace and in the check of rows; faults are found where they are planted."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,22 +10,13 @@ import pytest
 import torch
 from evidence_pairs import normal, one_ulp
 from flax import linen as nn
-from linen_pairs import RENAMES, STYLES, LinenConv, SetupEncoder, convolutions, encoder, images, x
+from linen_pairs import RENAMES, STYLES, LinenConv, SetupEncoder, altered, convolutions, encoder, images, x
 from rule_cases import levels
 from transfer_helpers import snapshot
 
 import parity
 
 WIRING = "not applicable"
-
-
-def altered(model: parity.Linen, path: str, change: Callable[[np.ndarray], np.ndarray]) -> parity.Linen:
-    """The model with one array changed by a function of its NumPy array."""
-
-    def put(keys: Any, array: Any) -> Any:
-        return jnp.asarray(change(np.array(array))) if ".".join(key.key for key in keys) == path else array
-
-    return model.replaced(variables=jax.tree_util.tree_map_with_path(put, model.variables))
 
 
 # ---------------------------------------------------------------- agreement
