@@ -64,6 +64,7 @@ class Merged(Tree):
         there = {one.kind for one in found} | (set(MERGES) if "all" in kinds else set())
         problems = [f"merge={kind!r}: the source has no such arrays" for kind in kinds if kind not in {*there, "all"}]
         made, gone = dict[str, Leaf](), set[str]()
+        self.kinds = {layer.path: layer.kinds for layer in reversed(self.layers(None))}
         for one in found:
             try:
                 leaf, note = self.merged(one, kinds[one.kind])
@@ -77,7 +78,8 @@ class Merged(Tree):
                 self.notes += (note,)
         if problems:
             raise InputError(listed("merge", problems))
-        self.found = [unbased(made.get(leaf.path, leaf), found) for leaf in given if leaf.path not in gone]
+        owners = {one.owner for one in found if one.kind == "lora"}
+        self.found = [unbased(made.get(leaf.path, leaf), owners) for leaf in given if leaf.path not in gone]
 
     def leaves(self, value: Any) -> list[Leaf]:
         """Every array; an effective weight stands where the first of its pieces stood."""
@@ -86,11 +88,11 @@ class Merged(Tree):
     def layers(self, value: Any) -> list[Any]:
         """Those of the source; a layer with a merged adapter is what it was without."""
         bases = {join(one.owner, "base_layer"): one.owner for one in self.computed if one.kind == "lora"}
-        given: list[Layer] = self.room.layers(self.value)
+        given, adapted = self.room.layers(self.value), set(bases.values())
         return [
             replace(layer, path=bases[layer.path], own_path=bases[layer.path]) if layer.path in bases else layer
             for layer in given
-            if layer.path not in bases.values()
+            if layer.path not in adapted
         ]
 
     def merged(self, one: Computed, number: float | None) -> tuple[Leaf, str]:
@@ -103,7 +105,7 @@ class Merged(Tree):
             path=one.path,
             owner=one.owner,
             name=one.name,
-            kinds=next((layer.kinds for layer in self.layers(None) if layer.path == one.owner), first.kinds),
+            kinds=self.kinds.get(one.owner, first.kinds),
             identity=("merged", *(piece.identity for piece in one.pieces.values())),
             read=read,
             share=lambda axes: read().transpose(axes),
@@ -156,10 +158,10 @@ def sum_of_biases(one: Computed) -> np.ndarray:
     return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
 
 
-def unbased(leaf: Leaf, found: list[Computed]) -> Leaf:
+def unbased(leaf: Leaf, owners: set[str]) -> Leaf:
     """The further arrays of a layer to which an adapter was merged, under the layer's own name."""
     owner = leaf.path.removesuffix(f"base_layer.{leaf.name}").rstrip(".")
-    if any(one.kind == "lora" and one.owner == owner for one in found) and leaf.path.endswith(f"base_layer.{leaf.name}"):
+    if owner in owners and leaf.path.endswith(f"base_layer.{leaf.name}"):
         return replace(leaf, path=join(owner, leaf.name), owner=owner)
     return leaf
 
