@@ -14,7 +14,7 @@ import numpy as np
 from parity.errors import InputError, listed
 from parity.weights.computed import MERGES, Computed, computed
 from parity.weights.files import Tree
-from parity.weights.leaf import Layer, Leaf
+from parity.weights.leaf import Leaf
 from parity.weights.paths import join
 
 
