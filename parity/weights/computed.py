@@ -53,7 +53,7 @@ class Computed:
 
 
 # The small arrays beside a large one that have no fixed name.
-BESIDE = re.compile(r"(.*\.|)(?:lora_[AB]\.\w+\.weight|\d+\._u)")
+BESIDE = re.compile(r"(.*?\.|)(?:lora_\w+\..+|\d+\._u)")
 
 
 class Known(dict[str, Leaf]):
@@ -119,9 +119,11 @@ def lora(path: str, known: Known) -> Computed | None:
     pieces = {"weight": known[path]}
     front = f"{owner}." if owner else ""
     for name in known.beside.get(front, ()):
-        which, adapter, *_ = name.removeprefix(f"{front}lora_").split(".")
-        if which in ("A", "B"):
-            pieces[f"{which} {adapter}"] = known[name]
+        rest = name.removeprefix(front)
+        if rest.startswith("lora_"):
+            # What is no matrix of a plain adapter, such as the magnitudes of DoRA, has a part in the weight too.
+            match = re.fullmatch(r"lora_(A|B)\.(.+)\.weight", rest)
+            pieces[f"{match[1]} {match[2]}" if match else rest] = known[name]
     return Computed("lora", owner, "weight", pieces) if len(pieces) > 1 else None
 
 

@@ -5,7 +5,7 @@ The weight that torch computes, the effective one, tells nothing of the arrays t
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +24,13 @@ def chosen(merge: Any) -> dict[str, float | None]:
     Raises:
         InputError: one of the names is unknown.
     """
+    if not isinstance(merge, Iterable):
+        raise InputError(f"merge takes names such as {MERGES[0]!r}, got {merge!r}")
     names = (merge,) if isinstance(merge, str) else tuple(merge)
     found: dict[str, float | None] = {}
     for name in names:
         kind, equals, number = str(name).partition("=")
-        scaling = re.fullmatch(r"[0-9.eE+-]+", number) if equals else None
+        scaling = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", number) if equals else None
         if kind not in (*MERGES, "all") or (equals and (kind != "lora" or not scaling)):
             known = ", ".join(map(repr, (*MERGES, "all")))
             raise InputError(f"merge takes {known}, and lora=SCALING for a file, got {name!r}")
@@ -124,8 +126,7 @@ class Merged(Tree):
         else:
             compute = functools.partial(effective, one, number)
             how = "computed in float64 and rounded once, so that torch's own float32 may differ in the last bits"
-        compute()
-        return compute, how
+        return compute, how + not_finite(one, compute())
 
     def biases(self, one: Computed) -> str:
         """What is said of the sum of two biases.
@@ -144,7 +145,15 @@ class Merged(Tree):
                 "or train torch with it at 0"
             )
         exact = first.astype(np.float64) + second.astype(np.float64) == sum_of_biases(one).astype(np.float64)
-        return f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded"
+        return f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded{not_finite(one, sum_of_biases(one))}"
+
+
+def not_finite(one: Computed, found: np.ndarray) -> str:
+    """What is said of infinite values and NaN that come from finite arrays: a norm of 0, or a sum too large for the dtype."""
+    gone = int((~np.isfinite(found.astype(np.float64))).sum())
+    if not gone or not all(np.isfinite(leaf.read().astype(np.float64)).all() for leaf in one.pieces.values()):
+        return ""
+    return f", {gone:,} of {found.size:,} values became infinite or NaN"
 
 
 def is_gru(one: Computed) -> bool:
@@ -155,7 +164,8 @@ def is_gru(one: Computed) -> bool:
 
 def sum_of_biases(one: Computed) -> np.ndarray:
     """Both biases in one, in their own dtype; the last third of a GRU's second one is 0 and adds nothing."""
-    return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
+    with np.errstate(over="ignore"):
+        return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
 
 
 def unbased(leaf: Leaf, owners: set[str]) -> Leaf:
@@ -166,6 +176,7 @@ def unbased(leaf: Leaf, owners: set[str]) -> Leaf:
     return leaf
 
 
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def effective(one: Computed, number: float | None) -> np.ndarray:
     """The weight that torch computes, from arrays of a file: in float64, rounded once.
 
@@ -197,7 +208,8 @@ def lora_factors(one: Computed, number: float | None) -> tuple[str, str]:
     """
     names = sorted(one.pieces)
     a, b = names[0], names[1]
-    if len(names) != 3 or not b.startswith("B") or any(len(leaf.shape) != 2 for leaf in one.pieces.values()):
+    plain = a.startswith("A ") and b == f"B {a[2:]}"
+    if len(names) != 3 or not plain or any(len(leaf.shape) != 2 for leaf in one.pieces.values()):
         raise InputError(
             f"{one.path} has the adapter arrays {', '.join(one.paths[1:])}; one adapter of two matrices can be merged"
         )

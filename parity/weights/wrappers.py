@@ -134,8 +134,8 @@ def hint(sources: list[Leaf], targets: list[Leaf], sides: Sequence[str]) -> list
         elif prefix in WRAPPERS and not any(shared) and all(leaf.owner for leaf in mine):
             # Otherwise it would be gone from the owners.
             found.append(
-                f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; it was not left out because rename names "
-                "it: write the names in rename without it, or add an entry for each name that rename does not have"
+                f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; it is left there because rename names "
+                "it: write the names in rename without it, or add entries for all other names"
             )
     return found
 
