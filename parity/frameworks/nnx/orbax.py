@@ -294,10 +294,10 @@ def refusals(slots: list[Slot]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Orbax from telling on stderr what it is doing."""
+    """Keep Orbax from telling on stderr what it is doing, and what its threads raised: that comes as an error too."""
     logger = logging.getLogger("absl")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

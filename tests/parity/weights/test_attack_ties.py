@@ -75,3 +75,16 @@ def test_a_path_with_brackets_is_ignored_by_its_own_name():
 def test_a_missing_orbax_folder_is_told_to_be_missing(tmp_path):
     with pytest.raises(parity.InputError, match=r"no\.orbax does not exist; check the path"):
         parity.transfer(tmp_path / "no.orbax", {"b": torch.zeros(3)})
+
+
+def test_an_interrupted_orbax_checkpoint_leaves_nothing_and_prints_nothing(tmp_path, capfd):
+    class Stop(BaseException):
+        pass
+
+    def stop(sent: int, total: int, name: str) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        parity.transfer({"params": {"w": jnp.ones(3)}}, tmp_path / "a.orbax", progress=stop)
+    assert not list(tmp_path.iterdir())
+    assert "Traceback" not in capfd.readouterr().err
