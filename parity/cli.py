@@ -234,6 +234,8 @@ def transfer_command(
         except parity.TransferError as error:
             if error.plan:
                 save_names(save_rename, error.plan)
+                if as_json:
+                    print(json.dumps(error.plan.to_dict(), indent=1))
             raise
     save_names(save_rename, result)
     if as_json:

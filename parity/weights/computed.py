@@ -7,6 +7,7 @@ biases for one. Where Flax keeps the same ones they travel as they are; otherwis
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from parity.weights.layouts import Shape
 from parity.weights.leaf import Layer, Leaf
@@ -51,13 +52,30 @@ class Computed:
 # ---------------------------------------------------------------- which they are
 
 
+# The small arrays beside a large one that have no fixed name.
+BESIDE = re.compile(r"(.*?\.|)(?:lora_\w+\..+|\d+\._u)")
+
+
+class Known(dict[str, Leaf]):
+    """Leaves by path."""
+
+    @cached_property
+    def beside(self) -> dict[str, list[str]]:
+        """The paths that `BESIDE` fits, by what stands in front: no leaf is compared with all others."""
+        found: dict[str, list[str]] = {}
+        for path in self:
+            if match := BESIDE.fullmatch(path):
+                found.setdefault(match[1], []).append(path)
+        return found
+
+
 def computed(leaves: Iterable[Leaf]) -> list[Computed]:
     """The weights that are kept as several arrays, by the names of those."""
-    known = {leaf.path: leaf for leaf in leaves}
+    known = Known((leaf.path, leaf) for leaf in leaves)
     return [found for path in known for find in FIND if (found := find(path, known))]
 
 
-def normed(path: str, known: Mapping[str, Leaf]) -> Computed | None:
+def normed(path: str, known: Known) -> Computed | None:
     """A weight kept as its norm and its direction, by the path of the norm."""
     owner, name, last = parametrized(path)
     if last == "original0":
@@ -76,12 +94,12 @@ def norm_of(norm: Shape, weight: Shape) -> bool:
     return norm == () or (len(norm) == len(weight) and all(n in (1, w) for n, w in zip(norm, weight, strict=True)))
 
 
-def spectral(path: str, known: Mapping[str, Leaf]) -> Computed | None:
+def spectral(path: str, known: Known) -> Computed | None:
     """A weight divided by its largest singular value, by the path of what is divided."""
     owner, name, last = parametrized(path)
     if last == "original":
         inner = path.removesuffix("original")
-        left = next((p for p in known if re.fullmatch(re.escape(inner) + r"\d+\._u", p)), "")
+        left = next((p for p in known.beside.get(inner, ()) if p.endswith("._u")), "")
         right = left.removesuffix("_u") + "_v"
     elif path.endswith("_orig"):
         whole = path.removesuffix("_orig")
@@ -93,23 +111,26 @@ def spectral(path: str, known: Mapping[str, Leaf]) -> Computed | None:
     return Computed("spectral_norm", owner, name, {"weight": known[path], "u": known[left], "v": known[right]})
 
 
-def lora(path: str, known: Mapping[str, Leaf]) -> Computed | None:
+def lora(path: str, known: Known) -> Computed | None:
     """A weight to which a product of two small matrices is added, by the path of the large one."""
     owner, tail = path.removesuffix("base_layer.weight").rstrip("."), join("base_layer", "weight")
     if not path.endswith(tail):
         return None
     pieces = {"weight": known[path]}
-    for name, leaf in known.items():
-        match = re.fullmatch(re.escape(join(owner, "lora_")) + r"(A|B)\.(\w+)\.weight", name)
-        if match:
-            pieces[f"{match[1]} {match[2]}"] = leaf
+    front = f"{owner}." if owner else ""
+    for name in known.beside.get(front, ()):
+        rest = name.removeprefix(front)
+        if rest.startswith("lora_"):
+            # What is no matrix of a plain adapter, such as the magnitudes of DoRA, has a part in the weight too.
+            match = re.fullmatch(r"lora_(A|B)\.(.+)\.weight", rest)
+            pieces[f"{match[1]} {match[2]}" if match else rest] = known[name]
     return Computed("lora", owner, "weight", pieces) if len(pieces) > 1 else None
 
 
 RECURRENT_BIAS = re.compile(r"bias_hh(?:_l\d+(?:_reverse)?)?$")
 
 
-def second_bias(path: str, known: Mapping[str, Leaf]) -> Computed | None:
+def second_bias(path: str, known: Known) -> Computed | None:
     """The two biases of a recurrent layer, by the path of the second."""
     leaf = known[path]
     if not RECURRENT_BIAS.match(leaf.name):

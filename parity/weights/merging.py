@@ -5,7 +5,7 @@ The weight that torch computes, the effective one, tells nothing of the arrays t
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from parity.errors import InputError, listed
 from parity.weights.computed import MERGES, Computed, computed
 from parity.weights.files import Tree
-from parity.weights.leaf import Layer, Leaf
+from parity.weights.leaf import Leaf
 from parity.weights.paths import join
 
 
@@ -24,11 +24,13 @@ def chosen(merge: Any) -> dict[str, float | None]:
     Raises:
         InputError: one of the names is unknown.
     """
+    if not isinstance(merge, Iterable):
+        raise InputError(f"merge takes names such as {MERGES[0]!r}, got {merge!r}")
     names = (merge,) if isinstance(merge, str) else tuple(merge)
     found: dict[str, float | None] = {}
     for name in names:
         kind, equals, number = str(name).partition("=")
-        scaling = re.fullmatch(r"[0-9.eE+-]+", number) if equals else None
+        scaling = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", number) if equals else None
         if kind not in (*MERGES, "all") or (equals and (kind != "lora" or not scaling)):
             known = ", ".join(map(repr, (*MERGES, "all")))
             raise InputError(f"merge takes {known}, and lora=SCALING for a file, got {name!r}")
@@ -64,6 +66,7 @@ class Merged(Tree):
         there = {one.kind for one in found} | (set(MERGES) if "all" in kinds else set())
         problems = [f"merge={kind!r}: the source has no such arrays" for kind in kinds if kind not in {*there, "all"}]
         made, gone = dict[str, Leaf](), set[str]()
+        self.kinds = {layer.path: layer.kinds for layer in reversed(self.layers(None))}
         for one in found:
             try:
                 leaf, note = self.merged(one, kinds[one.kind])
@@ -77,7 +80,8 @@ class Merged(Tree):
                 self.notes += (note,)
         if problems:
             raise InputError(listed("merge", problems))
-        self.found = [unbased(made.get(leaf.path, leaf), found) for leaf in given if leaf.path not in gone]
+        owners = {one.owner for one in found if one.kind == "lora"}
+        self.found = [unbased(made.get(leaf.path, leaf), owners) for leaf in given if leaf.path not in gone]
 
     def leaves(self, value: Any) -> list[Leaf]:
         """Every array; an effective weight stands where the first of its pieces stood."""
@@ -86,11 +90,11 @@ class Merged(Tree):
     def layers(self, value: Any) -> list[Any]:
         """Those of the source; a layer with a merged adapter is what it was without."""
         bases = {join(one.owner, "base_layer"): one.owner for one in self.computed if one.kind == "lora"}
-        given: list[Layer] = self.room.layers(self.value)
+        given, adapted = self.room.layers(self.value), set(bases.values())
         return [
             replace(layer, path=bases[layer.path], own_path=bases[layer.path]) if layer.path in bases else layer
             for layer in given
-            if layer.path not in bases.values()
+            if layer.path not in adapted
         ]
 
     def merged(self, one: Computed, number: float | None) -> tuple[Leaf, str]:
@@ -103,7 +107,7 @@ class Merged(Tree):
             path=one.path,
             owner=one.owner,
             name=one.name,
-            kinds=next((layer.kinds for layer in self.layers(None) if layer.path == one.owner), first.kinds),
+            kinds=self.kinds.get(one.owner, first.kinds),
             identity=("merged", *(piece.identity for piece in one.pieces.values())),
             read=read,
             share=lambda axes: read().transpose(axes),
@@ -122,8 +126,7 @@ class Merged(Tree):
         else:
             compute = functools.partial(effective, one, number)
             how = "computed in float64 and rounded once, so that torch's own float32 may differ in the last bits"
-        compute()
-        return compute, how
+        return compute, how + not_finite(one, compute())
 
     def biases(self, one: Computed) -> str:
         """What is said of the sum of two biases.
@@ -142,7 +145,15 @@ class Merged(Tree):
                 "or train torch with it at 0"
             )
         exact = first.astype(np.float64) + second.astype(np.float64) == sum_of_biases(one).astype(np.float64)
-        return f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded"
+        return f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded{not_finite(one, sum_of_biases(one))}"
+
+
+def not_finite(one: Computed, found: np.ndarray) -> str:
+    """What is said of infinite values and NaN that come from finite arrays: a norm of 0, or a sum too large for the dtype."""
+    gone = int((~np.isfinite(found.astype(np.float64))).sum())
+    if not gone or not all(np.isfinite(leaf.read().astype(np.float64)).all() for leaf in one.pieces.values()):
+        return ""
+    return f", {gone:,} of {found.size:,} values became infinite or NaN"
 
 
 def is_gru(one: Computed) -> bool:
@@ -153,17 +164,19 @@ def is_gru(one: Computed) -> bool:
 
 def sum_of_biases(one: Computed) -> np.ndarray:
     """Both biases in one, in their own dtype; the last third of a GRU's second one is 0 and adds nothing."""
-    return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
+    with np.errstate(over="ignore"):
+        return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
 
 
-def unbased(leaf: Leaf, found: list[Computed]) -> Leaf:
+def unbased(leaf: Leaf, owners: set[str]) -> Leaf:
     """The further arrays of a layer to which an adapter was merged, under the layer's own name."""
     owner = leaf.path.removesuffix(f"base_layer.{leaf.name}").rstrip(".")
-    if any(one.kind == "lora" and one.owner == owner for one in found) and leaf.path.endswith(f"base_layer.{leaf.name}"):
+    if owner in owners and leaf.path.endswith(f"base_layer.{leaf.name}"):
         return replace(leaf, path=join(owner, leaf.name), owner=owner)
     return leaf
 
 
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def effective(one: Computed, number: float | None) -> np.ndarray:
     """The weight that torch computes, from arrays of a file: in float64, rounded once.
 
@@ -195,7 +208,8 @@ def lora_factors(one: Computed, number: float | None) -> tuple[str, str]:
     """
     names = sorted(one.pieces)
     a, b = names[0], names[1]
-    if len(names) != 3 or not b.startswith("B") or any(len(leaf.shape) != 2 for leaf in one.pieces.values()):
+    plain = a.startswith("A ") and b == f"B {a[2:]}"
+    if len(names) != 3 or not plain or any(len(leaf.shape) != 2 for leaf in one.pieces.values()):
         raise InputError(
             f"{one.path} has the adapter arrays {', '.join(one.paths[1:])}; one adapter of two matrices can be merged"
         )

@@ -25,7 +25,7 @@ from parity.weights.computed import as_wrapped, computed
 from parity.weights.cuts import cut_as_named, stack_hints
 from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
-from parity.weights.leaf import PASSING, Layer, Leaf
+from parity.weights.leaf import PASSING, Layer, Leaf, gathered
 from parity.weights.mirrors import mirror_problems
 from parity.weights.named_layouts import Given, MisfitError, parse
 from parity.weights.names import Name
@@ -322,7 +322,7 @@ def room_of(value: Any, role: str) -> Room:
 def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], list[str], list[str]]:
     """The leaves that travel, and the paths of random state (and what runs leave behind) and of what the caller ignores."""
     random = [leaf.path for leaf in leaves if leaf.role in PASSING]
-    ignored = [leaf.path for leaf in leaves if any(fnmatch.fnmatchcase(leaf.path, pattern) for pattern in ignore)]
+    ignored = [leaf.path for leaf in leaves if any(fits(leaf.path, pattern) for pattern in ignore)]
     gone = set(random) | set(ignored)
     return [leaf for leaf in leaves if leaf.path not in gone], random, ignored
 
@@ -331,8 +331,13 @@ def unused_patterns(ignore: Iterable[str], ignored: list[str]) -> list[str]:
     return [
         f"ignore pattern {pattern!r} fits no leaf of either side"
         for pattern in ignore
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in ignored)
+        if not any(fits(path, pattern) for path in ignored)
     ]
+
+
+def fits(path: str, pattern: str) -> bool:
+    """Whether a pattern of `ignore` means a path; one that is itself a path means that, whatever its brackets say."""
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
 def directed(rename: Rename, sides: Sides, sources: list[Leaf]) -> Rename:
@@ -612,13 +617,42 @@ def ties(pairs: list[Pair], sources: list[Leaf], sides: Sides) -> tuple[tuple[tu
 
 
 def conflicting_ties(pairs: list[Pair]) -> list[str]:
-    """Targets that are one array although their sources are several, of other values."""
-    return [
-        f"{' and '.join(p.source.path for p in group)} are separate arrays in the source, "
-        f"but {' and '.join(p.target.path for p in group)} are one array in the target"
-        for group in joined(pairs)
-        if not same_values(group)
-    ]
+    """Targets that are one array, at whose names other values arrive: from several sources, or in several layouts."""
+    arrays: dict[Any, dict[str, list[Pair]]] = {}
+    for p in pairs:
+        identity = p.target.part.identity if p.target.part else p.target.identity
+        arrays.setdefault(identity, {}).setdefault(p.target.array_path, []).append(p)
+    return [conflict(list(ways.values())) for ways in arrays.values() if len(ways) > 1 and not agreeing(list(ways.values()))]
+
+
+def conflict(ways: list[list[Pair]]) -> str:
+    """What is wrong with one array of the target under several names, given what arrives at each."""
+    sources, targets = (" and ".join(getattr(p, side).path for way in ways for p in way) for side in ("source", "target"))
+    if len({p.source.identity for way in ways for p in way}) > 1:
+        return f"{sources} are separate arrays in the source, but {targets} are one array in the target"
+    layouts = " and ".join(dict.fromkeys(p.layout.name for way in ways for p in way))
+    return (
+        f"{sources} are one array in the source, and {targets} in the target, but they would arrive in different layouts: "
+        f"{layouts}; give the target an array for each, or use the one as the source does"
+    )
+
+
+def agreeing(ways: list[list[Pair]]) -> bool:
+    """Whether the same bits arrive at each name of one array. Arrays are read only if nothing else tells."""
+    if len({tuple((p.source.identity, p.layout, p.target.part and p.target.part.spans) for p in way) for way in ways}) == 1:
+        return True
+    if any(p.source.unreadable for way in ways for p in way):
+        # Told elsewhere.
+        return True
+    if len({p.source.dtype for way in ways for p in way}) > 1:
+        return False
+    try:
+        whole = [gathered((p.target, p.layout.apply(p.source.read())) for p in way) for way in ways]
+    except ValueError:
+        # Nothing arrives at a part of it.
+        return False
+    first, *others = (array for one in whole for array in one.values())
+    return all(same_bits(first, other) for other in others)
 
 
 def restored_ties(pairs: list[Pair]) -> list[str]:

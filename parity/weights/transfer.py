@@ -182,7 +182,9 @@ def transfer(
         TransferError: leaves without counterpart or values, shapes or dtypes that do not fit.
         MissingFrameworkError: a framework that is needed is not installed.
     """
-    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore) if isinstance(ignore, Iterable) else (ignore,)
+    if not all(isinstance(pattern, str) for pattern in ignore):
+        raise InputError(f"ignore takes patterns of names, got {ignore!r}")
     if isinstance(rename, str | os.PathLike):
         rename = read_rename(Path(rename))
     if key and not is_path(source):

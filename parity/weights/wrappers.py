@@ -119,7 +119,7 @@ def shortener(prefix: tuple[str, ...], inner: list[str]) -> Callable[[str], str]
 
 
 def hint(sources: list[Leaf], targets: list[Leaf], sides: Sequence[str]) -> list[str]:
-    """What to do about a name in front of all of one side that might be a wrapper's, but is on the other side too."""
+    """What to do about a name in front of all of one side that might be a wrapper's, and was not left out."""
     found = []
     for role, other, mine, theirs in (("source", "target", sources, targets), ("target", "source", targets, sources)):
         first = {worded(leaf).split(".")[0] for leaf in mine}
@@ -130,6 +130,12 @@ def hint(sources: list[Leaf], targets: list[Leaf], sides: Sequence[str]) -> list
             found.append(
                 f"every name of the {role} begins with {prefix!r}, and some of the {other}'s do: {WRAPPERS[prefix]}; "
                 f"if that is so here, give the model inside it, .{prefix}, or pass rename={rename}"
+            )
+        elif prefix in WRAPPERS and not any(shared) and all(leaf.owner for leaf in mine):
+            # Otherwise it would be gone from the owners.
+            found.append(
+                f"every name of the {role} begins with {prefix!r}: {WRAPPERS[prefix]}; it is left there because rename names "
+                "it: write the names in rename without it, or add entries for all other names"
             )
     return found
 

@@ -89,6 +89,8 @@ def read(path: Path) -> Contents:
     Raises:
         InputError: it is none, or is damaged.
     """
+    if not path.exists():
+        raise InputError(f"{path} does not exist; check the path")
     folder = checkpoint_in(path) or path
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:
@@ -282,17 +284,20 @@ def write(path: Path, slots: list[Slot], arrays: Mapping[str, np.ndarray], metad
 def refusals(slots: list[Slot]) -> list[str]:
     """What Orbax cannot hold; one sentence each."""
     empty = [slot.paths[0] for slot in slots if not slot.bytes]
+    have = "has" if len(empty) == 1 else "have"
     return (
-        [f"{', '.join(empty)} has no elements, and Orbax stores no empty arrays; write another kind of file"] if empty else []
+        [f"{', '.join(empty)} {have} no elements, and Orbax stores no empty arrays; write another kind of file"]
+        if empty
+        else []
     )
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Orbax from telling on stderr what it is doing."""
+    """Keep Orbax from telling on stderr what it is doing, and what its threads raised: that comes as an error too."""
     logger = logging.getLogger("absl")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

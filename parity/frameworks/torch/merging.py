@@ -82,7 +82,8 @@ def with_adapters(layer: Any, one: Computed, tensors: dict[str, Tensor], number:
     """
     if layer is None:
         first, second = lora_factors(one, number)
-        return tensors["weight"] + (tensors[second] @ tensors[first]) * (number or 0)
+        weight = tensors["weight"]
+        return weight + added(tensors[first], tensors[second], number or 0, weight.dtype)
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         # It is in the large matrix already, or takes no part.
         return tensors["weight"]
@@ -93,8 +94,13 @@ def with_adapters(layer: Any, one: Computed, tensors: dict[str, Tensor], number:
         a, b = tensors[f"A {name}"], tensors[f"B {name}"]
         if a.ndim != 2 or not hasattr(layer, "scaling"):
             raise InputError(f"the adapter {name} of {one.path} is no pair of matrices with a scaling; let peft merge it")
-        if weight.dtype in (torch.float16, torch.bfloat16):
-            a, b = a.float(), b.float()
-        delta = (b @ a).T if getattr(layer, "fan_in_fan_out", False) else b @ a
-        weight = weight + (delta * layer.scaling[name]).to(weight.dtype)
+        delta = added(a, b, layer.scaling[name], weight.dtype)
+        weight = weight + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)
     return weight
+
+
+def added(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """The product that an adapter adds, rounded once: peft multiplies half precision in float32."""
+    if dtype in (torch.float16, torch.bfloat16):
+        a, b = a.float(), b.float()
+    return ((b @ a) * scaling).to(dtype)

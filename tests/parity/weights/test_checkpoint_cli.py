@@ -92,6 +92,14 @@ def test_like_may_be_a_function(run, tmp_path):
     assert str(tmp_path) not in sys.path
 
 
+def test_a_refused_transfer_prints_its_plan_as_json_too(run, tmp_path):
+    code, out, err = run("a.pt", "b.msgpack", "--json")
+    data = json.loads(out)
+    assert (code, data["passed"]) == (1, False)
+    assert data["problems"] and all(problem in err for problem in data["problems"])
+    assert not (tmp_path / "b.msgpack").exists()
+
+
 def test_names_can_be_saved_edited_and_applied(run, tmp_path):
     assert run("a.pt", "b.pt", "--plan", "--save-rename", "names.json")[0] == 0
     names = json.loads((tmp_path / "names.json").read_text())

@@ -260,3 +260,12 @@ def test_a_prefix_that_no_wrapper_puts_there_is_proposed_in_either_direction(pre
     with pytest.raises(parity.TransferError, match=re.escape(f"in front of them; pass rename={rename}")):
         parity.transfer(source, target)
     assert len(parity.transfer(source, target, rename=rename).plan) == 4
+
+
+def test_a_rename_of_some_wrapped_names_is_told_to_leave_the_prefix_out():
+    state = {f"module.{name}.weight": torch.ones(2, 2) for name in ("a", "b")}
+    target = {"params": {name: {"kernel": jnp.zeros((2, 2))} for name in ("c", "b")}}
+    with pytest.raises(TransferError, match=r"begins with 'module'.*because rename names it: write the names in"):
+        parity.transfer(state, target, rename={"module.a": "c"})
+    assert len(parity.transfer(state, target, rename={"a": "c"}).plan) == 2
+    assert len(parity.transfer(state, target, rename={"module.a": "c", "module.b": "b"}).plan) == 2
