@@ -142,7 +142,8 @@ def submodel(model: Linen, words: str, path: Path | None, structure: Structure, 
     part = None if path is None else structure.parts.get(path)
     module = model.module if path == () else part and part.module
     if path is None or module is None:
-        raise NotComparableError(why_not(words, part))
+        reason = part.why_not if part else Part.why_not
+        raise NotComparableError(f"the Flax module {words} {reason}, so it cannot be run by itself")
     where, values = places(structure.parts, path), flat(model.variables)
     arrays = {
         (keys[0], *inner, *keys[1 + len(whole) :]): keys
@@ -154,12 +155,6 @@ def submodel(model: Linen, words: str, path: Path | None, structure: Structure, 
     options: dict[str, Any] = {"method": model.method, **model.kwargs} if path == () else {}
     own = Linen(module.clone(**settings) if settings else module, variables, rngs=model.rngs, **options)
     return Submodel(own, where, {".".join(new): ".".join(old) for new, old in arrays.items()})
-
-
-def why_not(words: str, part: Part | None) -> str:
-    if part is None:
-        return f"the Flax module {words} was not met in a call of the model, so it cannot be run by itself"
-    return f"the Flax module {words} is made with arrays of the call that it is in, so it cannot be run by itself"
 
 
 def places(parts: Mapping[Path, Part], path: Path) -> dict[Path, Path]:
