@@ -1,4 +1,4 @@
-"""Classes that flax makes of other ones for a transformation such as `nn.remat`, and their calls: flax does not intercept those."""
+"""Classes that flax makes of other ones for a transformation such as `nn.remat`. Their calls cannot be intercepted."""
 
 import contextlib
 import functools
