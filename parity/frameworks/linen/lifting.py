@@ -24,7 +24,8 @@ def class_inside(cls: type) -> Any:
 
 def lifted_classes(cls: type = nn.Module) -> Iterator[type]:
     """Every class that flax has made for a transformation so far."""
-    for one in cls.__subclasses__():
+    below: list[type] = cls.__subclasses__()
+    for one in below:
         if one.__module__ == LIFTED:
             yield one
         yield from lifted_classes(one)
