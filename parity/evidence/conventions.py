@@ -93,7 +93,7 @@ class Convention:
 def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
     """The convention of a pair of layers that the ledger knows; None if it says nothing about their order of axes."""
     row = row_of(torch_layer.kinds, flax_layer.kinds)
-    name = row.torch.removeprefix("torch.nn.") if row and row.flax.startswith("flax.nnx.") else ""
+    name = row.torch.removeprefix("torch.nn.") if row and row.flax.startswith(("flax.nnx.", "flax.linen.")) else ""
     kind = name.rstrip("123d")
     if kind in ("Conv", "ConvTranspose", "InstanceNorm"):
         return Convention(channels_last(int(name[-2])))

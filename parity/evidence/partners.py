@@ -39,12 +39,14 @@ def partners(
     torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
     flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
     renames = {path: subject.pairing.renames.apply(path) for path in called}
-    # A module of several paths is run under its own, whichever of them torch knows it by.
+    # A module of several paths has the one under which it is seen called, whichever torch knows it by.
+    seen = {c.path for c in flax_calls} & flax_layers.keys()
     own = {known: path for path, known in known_names(subject, {renamed for renamed, _ in renames.values()}).items()}
     found: dict[str, Partner] = {}
     for path, (renamed, key) in renames.items():
-        partner = renamed if renamed in flax_layers else own.get(renamed)
-        if partner in flax_layers:
+        ways = [way for way in (renamed, own.get(renamed)) if way is not None]
+        partner = next((way for known in (seen, flax_layers) for way in ways if way in known), None)
+        if partner is not None:
             found[path] = Partner(partner, "name" if key is None else "plan")
     by_plan(subject, called, found)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)

@@ -1,22 +1,20 @@
 """What every module of a Linen model returns while it runs."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
-from flax.linen import transforms
-from jax.extend.core import get_opaque_trace_state
 
 from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.running import QUICK, pinned, platform
+from parity.frameworks.linen.lifting import lifted_calls
 from parity.frameworks.linen.running import arguments_of, prepare, widened
-from parity.frameworks.linen.structure import Path, class_inside
+from parity.frameworks.linen.structure import Path, trace_state
 from parity.linen import Linen
 
 Record = tuple[str, int, dict[str | int, Any]]
@@ -96,13 +94,13 @@ def watching(lifted: tuple[type, ...], around: Callable[..., Any]) -> Iterator[N
         lifted: classes that flax made of others for a transformation, as far as they are there already.
         around: gets the module's path, its own bound call, and the arguments.
     """
-    state = get_opaque_trace_state(convention="flax")
+    state = trace_state()
     depth: list[Path] = []
 
     def watched(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = tuple(map(str, module.path)) if module.scope is not None else ()
         # Values inside a transformation cannot leave it; a class that calls super().__call__ is still one module.
-        if not path or path in depth or get_opaque_trace_state(convention="flax") != state:
+        if not path or path in depth or trace_state() != state:
             return call(*args, **kwargs)
         depth.append(path)
         try:
@@ -115,54 +113,3 @@ def watching(lifted: tuple[type, ...], around: Callable[..., Any]) -> Iterator[N
 
     with nn.intercept_methods(intercept), lifted_calls(lifted, watched):
         yield
-
-
-# What flax makes a class of another one with, for a transformation.
-MAKERS = ("module_class_lift_transform", "module_class_lift_transform_cached")
-
-
-@contextlib.contextmanager
-def lifted_calls(lifted: tuple[type, ...], around: Callable[..., Any]) -> Iterator[None]:
-    """Send the calls of classes that flax made for a transformation through `around` too: it does not intercept those.
-
-    Some exist already; a `@compact` module makes its own each time it runs.
-    """
-    existing = {cls: vars(cls)["__call__"] for cls in lifted if "__call__" in vars(cls)}
-    makers = {name: getattr(transforms, name) for name in MAKERS}
-
-    def made(make: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(make)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            found = make(*args, **kwargs)
-            cls: Any = found.func if isinstance(found, functools.partial) else found
-            if "__call__" in vars(cls):
-                cls.__call__ = call_of(cls, vars(cls)["__call__"], around)
-            return found
-
-        return watched
-
-    try:
-        for cls, original in existing.items():
-            setattr(cls, "__call__", call_of(cls, original, around))  # noqa: B010
-        for name, make in makers.items():
-            setattr(transforms, name, made(make))
-        yield
-    finally:
-        for name, make in makers.items():
-            setattr(transforms, name, make)
-        for cls, original in existing.items():
-            setattr(cls, "__call__", original)  # noqa: B010
-
-
-def call_of(cls: Any, original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's call on the record; where the transformation changes no values, that of the class inside."""
-    inside = class_inside(cls)
-    if inside is not cls:
-        plain: Callable[..., Any] = inside.__call__
-        return plain
-
-    @functools.wraps(original)
-    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(self, functools.partial(original, self), args, kwargs)
-
-    return watched

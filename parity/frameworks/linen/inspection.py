@@ -12,7 +12,8 @@ from flax import linen as nn
 from parity.errors import InputError, first_line
 from parity.evidence.trees import mapped
 from parity.frameworks.jax.running import Slot
-from parity.frameworks.linen.structure import LIFTED, Found, Structure, held_modules
+from parity.frameworks.linen.lifting import LIFTED, lifted_calls, lifted_classes
+from parity.frameworks.linen.structure import Found, Structure, held_modules, trace_state
 from parity.weights.files import COLLECTIONS
 from parity.weights.leaf import DTYPES
 
@@ -58,21 +59,21 @@ def initialised(model: Any, found: Found, dtype: str | None = None) -> Any:
     """
 
     def watch(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        if type(module).__module__ == LIFTED:
-            found.lifted[type(module)] = None
+        if type(context.module).__module__ == LIFTED:
+            found.lifted[type(context.module)] = None
         # Functions that a transformation lifts have names of their own and a scope without a path.
-        known = context.method_name != "<lambda>" and module.scope is not None
-        first = known and tuple(map(str, module.path)) not in found.classes
-        if known:
-            found.classes.setdefault(tuple(map(str, module.path)), [])
+        known = context.method_name != "<lambda>" and context.module.scope is not None
+        return meet(context.module, call, args, kwargs) if known else call(*args, **kwargs)
+
+    def meet(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        first = tuple(map(str, module.path)) not in found.classes
+        found.classes.setdefault(tuple(map(str, module.path)), [])
         try:
             return call(*args, **kwargs)
         finally:
-            if known:
-                found.meet(module)
+            found.meet(module)
             if first:
-                found.keep(module)
+                found.keep(module, trace_state() != states[0])
 
     arrays: dict[str, jax.ShapeDtypeStruct] = {}
 
@@ -84,13 +85,17 @@ def initialised(model: Any, found: Found, dtype: str | None = None) -> Any:
 
     args, kwargs = examples(model, take)
 
+    states: list[Any] = []
+
     def run(key: Any, arrays: Mapping[str, Any]) -> Any:
+        states.append(trace_state())
+
         def put(_: str, value: Any) -> Any:
             return arrays[value.path] if isinstance(value, Slot) else value
 
         return model.module.init({"params": key}, *mapped(put, args), method=model.method, **mapped(put, kwargs))
 
-    with nn.intercept_methods(watch):
+    with nn.intercept_methods(watch), lifted_calls(lifted_classes(), meet):
         return jax.eval_shape(run, jax.random.key(0), arrays)
 
 

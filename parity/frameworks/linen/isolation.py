@@ -45,6 +45,11 @@ class WatchedModule(Applied):
             return around("", whole, args, kwargs)
 
 
+def watched(program: Any, structure: Structure) -> WatchedModule:
+    """A program of `prepare` whose modules can be watched."""
+    return WatchedModule(program.module, program.method, program.wide, structure.lifted)
+
+
 def observe(model: Linen, call: Call, *, dtype: str | None = None) -> list[ModuleCall]:
     """Run a model once and record every call of every submodule, in the order in which they finish.
 
@@ -52,8 +57,7 @@ def observe(model: Linen, call: Call, *, dtype: str | None = None) -> list[Modul
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
-        watched = WatchedModule(program.module, program.method, program.wide, model.structure.lifted)
-        records = observed(watched, parameters, rest, arguments)
+        records = observed(watched(program, model.structure), parameters, rest, arguments)
     words = {".".join(path): words_of(model, path) for path in model.structure.parts}
 
     def renamed(one: ModuleCall) -> ModuleCall:
@@ -105,8 +109,7 @@ def alone(
         own = {name: weights[old] for name, old in one.variables.items() if weights and old in weights}
         program, parameters, rest, arguments = prepare(one.model, Call(args, kwargs), dtype, own)
         rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
-        watched = WatchedModule(program.module, program.method, program.wide, structure.lifted)
-        return answered(watched, parameters, rest, arguments, below, replies, quick=quick)
+        return answered(watched(program, structure), parameters, rest, arguments, below, replies, quick=quick)
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,10 @@ def submodel(model: Linen, words: str, path: Path | None, structure: Structure, 
         NotComparableError: there is no copy of it that could be run by itself.
     """
     part = None if path is None else structure.parts.get(path)
-    module = model.module if path == () else part and part.module
+    module: Any = model.module if path == () else part and part.module
     if path is None or module is None:
-        raise NotComparableError(why_not(words, part))
+        reason = part.why_not if part else Part.why_not
+        raise NotComparableError(f"the Flax module {words} {reason}, so it cannot be run by itself")
     where, values = places(structure.parts, path), flat(model.variables)
     arrays = {
         (keys[0], *inner, *keys[1 + len(whole) :]): keys
@@ -154,12 +158,6 @@ def submodel(model: Linen, words: str, path: Path | None, structure: Structure, 
     options: dict[str, Any] = {"method": model.method, **model.kwargs} if path == () else {}
     own = Linen(module.clone(**settings) if settings else module, variables, rngs=model.rngs, **options)
     return Submodel(own, where, {".".join(new): ".".join(old) for new, old in arrays.items()})
-
-
-def why_not(words: str, part: Part | None) -> str:
-    if part is None:
-        return f"the Flax module {words} was not met in a call of the model, so it cannot be run by itself"
-    return f"the Flax module {words} is made with arrays of the call that it is in, so it cannot be run by itself"
 
 
 def places(parts: Mapping[Path, Part], path: Path) -> dict[Path, Path]:

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from jax.extend.core import get_opaque_trace_state
 
+from parity.frameworks.linen.lifting import LIFTED, class_inside
 from parity.weights.paths import spellings
 
 Path = tuple[str, ...]
 
+# Why a module has no copy that could be run by itself.
+TRANSFORMED = "runs inside a transformation of jax, which may give it one layer of a stack or one example of a batch"
+MADE_IN_CALL = "is made with arrays of the call that it is in"
+
 # What flax puts before the name of a class that it wraps in a transformation.
 WRAPPED = re.compile(r"^(?:(?:Checkpoint|Jit|Vmap|Scan|Remat_scan|Map_variables|Add_metadata_axis|Custom_vjp|Grad)+)(?=[A-Z])")
-
-
-# Where flax makes a class of another one for a transformation.
-LIFTED = "flax.linen.transforms"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Part:
         module: a copy that is bound to nothing, to run it by itself; None where there can be none.
         given: of the modules in its attributes that lie elsewhere in the model, the paths, by the names
             that they have in the copy.
+        why_not: why there is no copy.
     """
 
     path: Path
@@ -45,6 +48,7 @@ class Part:
     by_name: bool = False
     module: nn.Module | None = None
     given: Mapping[str, Path] = field(default_factory=dict)
+    why_not: str = "was not met in a call of the model"
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,14 @@ class Found:
         settings: attributes by path.
         held: for the path of a module, that of the attribute that holds it, and of the module whose attribute it is.
         lifted: classes that flax made of others for a transformation.
-        copies: by path, what `Part` has as its `module` and as `given`.
+        copies: by path, what `Part` has as its `module`, as `given` and as `why_not`.
     """
 
     classes: dict[Path, list[type]] = field(default_factory=dict)
     settings: dict[Path, dict[str, Any]] = field(default_factory=dict)
     held: dict[Path, list[tuple[Path, Path]]] = field(default_factory=dict)
     lifted: dict[type, None] = field(default_factory=dict)
-    copies: dict[Path, tuple[nn.Module | None, dict[str, Path]]] = field(default_factory=dict)
+    copies: dict[Path, tuple[nn.Module | None, dict[str, Path], str]] = field(default_factory=dict)
 
     def meet(self, module: nn.Module) -> None:
         """Note a module that has a scope, and the modules that it holds."""
@@ -90,9 +94,10 @@ class Found:
             if child.scope is not None and (whole, path) not in self.held.setdefault(tuple(child.path), []):
                 self.held[tuple(child.path)].append((whole, path))
 
-    def keep(self, module: nn.Module) -> None:
+    def keep(self, module: nn.Module, transformed: bool = False) -> None:
         """Keep a copy of the module of a path; of two that share a scope that is the outer one."""
-        self.copies[tuple(map(str, module.path))] = unbound(module), given_to(module)
+        copy = None if transformed else unbound(module)
+        self.copies[tuple(map(str, module.path))] = copy, given_to(module), TRANSFORMED if transformed else MADE_IN_CALL
 
     def structure(self) -> Structure:
         """All that was met."""
@@ -110,7 +115,7 @@ class Found:
         return {
             path: Part(
                 *(path, kinds_of(self.classes[path]), self.settings[path], ".".join(words[path]), self.further(path, words)),
-                *(False, *self.copies.get(path, (None, {}))),
+                *(False, *self.copies.get(path, ())),
             )
             for path in met
         }
@@ -172,6 +177,11 @@ def held_modules(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
             yield from inside(value, (name,))
 
 
+def trace_state() -> Any:
+    """Equal at two places exactly if values of one can be used in the other."""
+    return get_opaque_trace_state(convention="flax")
+
+
 def unbound(module: nn.Module) -> nn.Module | None:
     """A copy of a bound module outside of its model; None if it holds arrays that exist only in the call."""
     copy, _ = module.unbind()
@@ -187,13 +197,6 @@ def holds_tracers(module: nn.Module) -> bool:
     """Whether a module, or one that it holds, has arrays among its attributes that exist only in a call."""
     own = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dict(vars(module))))
     return own or any(holds_tracers(child) for _, child in held_modules(module))
-
-
-def class_inside(cls: type) -> Any:
-    """The class that flax wrapped, where the transformation changes no values: `nn.remat`, `nn.jit`; else the class itself."""
-    inside = cls.__mro__[1]
-    changes_none = cls.__name__ in (f"Checkpoint{inside.__name__}", f"Jit{inside.__name__}")
-    return inside if cls.__module__ == LIFTED and changes_none else cls
 
 
 def given_to(module: nn.Module) -> dict[str, Path]:
