@@ -37,12 +37,17 @@ def partners(
     """
     called = list(dict.fromkeys(c.path for c in torch_calls))
     torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
-    flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+    # A function that a module holds has settings, and no call of its own.
+    flax_layers = {
+        layer.path: layer
+        for layer in subject.flax.layers(subject.flax_model)
+        if not "".join(layer.kinds[:1]).startswith("jax.")
+    }
     renames = {path: subject.pairing.renames.apply(path) for path in called}
     # A module of several paths has the one under which it is seen called, whichever torch knows it by.
     seen = {c.path for c in flax_calls} & flax_layers.keys()
     own = {known: path for path, known in known_names(subject, {renamed for renamed, _ in renames.values()}).items()}
-    found: dict[str, Partner] = {}
+    found, recorded = dict[str, Partner](), {c.path for c in flax_calls}
     for path, (renamed, key) in renames.items():
         ways = [way for way in (renamed, own.get(renamed)) if way is not None]
         partner = next((way for known in (seen, flax_layers) for way in ways if way in known), None)
@@ -73,7 +78,7 @@ def known_names(subject: Subject, wanted: Iterable[str]) -> dict[str, str]:
     }
     for layer in subject.flax.layers(subject.flax_model):
         known = next((path for path in (layer.path, layer.own_path, *layer.also) if path in paths), None)
-        names |= {layer.path: known} if known is not None else {}
+        names |= {layer.path: known} if known is not None and layer.path not in paths else {}
     return names
 
 
