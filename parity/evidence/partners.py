@@ -46,11 +46,12 @@ def partners(
     renames = {path: subject.pairing.renames.apply(path) for path in called}
     # A module of several paths has the one under which it is seen called, whichever torch knows it by.
     seen = {c.path for c in flax_calls} & flax_layers.keys()
-    own = {known: path for path, known in known_names(subject, {renamed for renamed, _ in renames.values()}).items()}
-    found, recorded = dict[str, Partner](), {c.path for c in flax_calls}
+    ways: dict[str, list[str]] = {renamed: [renamed] for renamed, _ in renames.values()}
+    for own, known in known_names(subject, ways).items():
+        ways.get(known, []).append(own)
+    found: dict[str, Partner] = {}
     for path, (renamed, key) in renames.items():
-        ways = [way for way in (renamed, own.get(renamed)) if way is not None]
-        partner = next((way for known in (seen, flax_layers) for way in ways if way in known), None)
+        partner = next((way for those in (seen, flax_layers) for way in ways[renamed] if way in those), None)
         if partner is not None:
             found[path] = Partner(partner, "name" if key is None else "plan")
     by_plan(subject, called, found)
