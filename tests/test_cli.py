@@ -142,8 +142,9 @@ def test_the_default_table_has_at_least_200_cases_of_every_kind():
     assert {case.dtype for case in cases} == {"float32", "float64", "bfloat16", "float16"}
     whole = {"EncoderLayer", "DecoderLayer", "Transformer"}
     assert {case.module for case in cases} == {program.module for program in PROGRAMS} | whole
-    assert {case.pattern for case in cases if case.mask} == {"random", "causal", "padding", "hidden rows", "nothing hidden"}
-    assert {len(case.mask) for case in cases} == {0, 1, 2, 4}
+    patterns = {"random", "causal", "padding", "hidden rows", "nothing hidden", "padding and causal"}
+    assert {case.pattern for case in cases if case.mask} == patterns
+    assert {len(case.mask) for case in cases} == {0, 1, 2, 3, 4}
     assert {case.mask_dtype for case in cases if case.mask} >= {"bool", "int64", "uint8", "float32", "denormal"}
     assert any(case.lengths[1] != case.lengths[2] for case in cases)
     assert any(case.lengths[0] == case.lengths[1] == case.lengths[2] > 1 for case in cases)

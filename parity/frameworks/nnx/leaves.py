@@ -25,6 +25,7 @@ NAME = "flax"
 # variable takes longer than all the rest of a walk.
 ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 LEAVES = (nnx.Variable, *ARRAYS)
+LISTS = (nnx.List, list, tuple)
 NODES = (nnx.Pytree, dict, list, tuple, Mapping, *LEAVES)
 NUMBERS = frozenset({bool, int, float, str})
 PLAIN = frozenset({type(None), FunctionType, *NUMBERS})
@@ -101,7 +102,7 @@ def left_out_by_torch(node: Any) -> str | None:
 
 
 def parts(node: Any) -> list[tuple[str, Any]]:
-    if isinstance(node, nnx.List | list | tuple):
+    if isinstance(node, LISTS):
         return [(str(index), child) for index, child in enumerate(node)]
     if isinstance(node, Mapping):
         return [(key_name(key), child) for key, child in node.items()]
@@ -192,7 +193,7 @@ def layers(value: Any) -> list[Layer]:
     for path, torch_path, node in walk(value):
         if isinstance(node, nnx.Module):
             found.append(Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path)))
-        for name, child in parts(node):
+        for name, child in () if is_kind(type(node), LEAVES) else parts(node):  # type: ignore[arg-type]
             if function := function_kind(child):
                 # In an nnx.Sequential a function has a number as a module has.
                 places = (*torch_path, name), (*path, name)
@@ -237,8 +238,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
         The filled module or the new state, and the paths whose memory is shared.
     """
     if is_model(value):
-        held = (nnx.Variable, *ARRAYS)
-        variables = {".".join(path): node for path, _, node in walk(value) if isinstance(node, held)}
+        variables = {".".join(path): node for path, _, node in walk(value) if is_kind(type(node), LEAVES)}  # type: ignore[arg-type]
     else:
         # The variables of a state are those of the module it was taken from: those stay as they are.
         copies: dict[int, Any] = {}
@@ -253,7 +253,8 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
             variable.set_value(new[path])
     seed_abstract(variables)
     if is_model(value):
-        set_plain(value, new)
+        if any(not isinstance(variables[path], nnx.Variable) for path in new):
+            set_plain(value, new)
         return value, done
     for keys, leaf in flat.items():
         flat[keys] = leaf if isinstance(leaf, nnx.Variable) else new.get(".".join(map(key_name, keys)), leaf)
@@ -376,10 +377,11 @@ def wide_refusals(dtypes: Mapping[str, str]) -> list[str]:
 
 def immutable(value: Any, paths: Iterable[str]) -> list[str]:
     """Plain arrays that cannot be replaced where they stand; one sentence each."""
-    nodes = {".".join(path): node for path, _, node in walk(value)} if is_model(value) else {}
+    numbered = [path for path in paths if path.rpartition(".")[2].isdigit()]
+    nodes = {".".join(path): node for path, _, node in walk(value)} if numbered and is_model(value) else {}
     return [
         f"{path} of the target stands in a tuple, which nothing can be put into; keep it in an nnx.List"
-        for path in paths
+        for path in numbered
         if isinstance(nodes.get(path.rpartition(".")[0]), tuple)
     ]
 

@@ -31,6 +31,27 @@ class LinenLayer(nn.Module):
         return jnp.moveaxis(self.layer(*(jnp.moveaxis(one, self.channels, -1) for one in x)), -1, self.channels)
 
 
+class LinenFlat(LinenLayer):
+    """The layer between two reshapes: torch keeps in one axis what Flax keeps in several."""
+
+    def __call__(self, x: Any) -> Any:
+        several = len(getattr(self.layer, "shape", ())) > 3 or sorted(np.ravel(getattr(self.layer, "axis", -1))) == [-2, -1]
+        several = several or getattr(self.layer, "shape", ())[:2] == (2, 3)
+        y = self.layer(x.reshape(*x.shape[:-1], *((2, 3) if several else (6,))))
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class LinenBothWays(LinenLayer):
+    """Outputs, then the states in the order in which torch stacks them."""
+
+    def __call__(self, x: Any) -> Any:
+        states, y = self.layer(x, return_carry=True)
+        if not isinstance(states[0], tuple):
+            return [y, jnp.stack(states)]
+        # torch has h and c, Flax c and h.
+        return [y, jnp.stack([h for _, h in states]), jnp.stack([c for c, _ in states])]
+
+
 class LinenState(LinenLayer):
     """Everything that a cell or a layer returns, in one list: outputs, then the state."""
 

@@ -13,7 +13,7 @@ import torch
 from flax import linen, nnx
 from helpers import random
 from hypothesis import strategies as st
-from linen_layers import LinenLayer, LinenState
+from linen_layers import LinenBothWays, LinenFlat, LinenLayer, LinenState
 from rule_cases import (
     STATES,
     FlaxAttention,
@@ -220,7 +220,8 @@ def linear(draw: Draw, row: Row) -> Configuration:
 
 def general(draw: Draw, row: Row) -> Configuration:
     (inputs, axis), outputs, bias = one_of(draw, ((2, 3), (-2, -1)), (6, -1)), one_of(draw, (2, 4), 8, (4, 1, 2)), flag(draw)
-    made = Make(row.cls, dict(in_features=inputs, out_features=outputs, axis=axis, use_bias=bias))
+    sizes = dict(features=outputs) if row.linen else dict(in_features=inputs, out_features=outputs)
+    made = Make(row.cls, sizes | dict(axis=axis, use_bias=bias))
     return Configuration(dict(in_features=6, out_features=8, bias=bias), made, ((2, 5, 6),))
 
 
@@ -228,7 +229,8 @@ def einsum(draw: Draw, row: Row) -> Configuration:
     texts = ("...jk,jkhd->...hd", (2, 3, 4, 2)), ("...i,ihd->...hd", (6, 2, 4)), ("bljk,jko->blo", (2, 3, 8))
     (text, shape), bias = one_of(draw, *texts), flag(draw)
     new = shape[2:] if shape[:2] == (2, 3) else shape[1:]
-    made = Make(row.cls, dict(einsum_str=text, kernel_shape=shape, bias_shape=new if bias else None))
+    sizes = dict(shape=shape, use_bias=bias) if row.linen else dict(kernel_shape=shape, bias_shape=new if bias else None)
+    made = Make(row.cls, sizes | dict(einsum_str=text))
     return Configuration(dict(in_features=6, out_features=8, bias=bias), made, ((2, 5, 6),))
 
 
@@ -489,24 +491,27 @@ def recurrent(draw: Draw, row: Row) -> Configuration:
 
 def both_ways(draw: Draw, row: Row) -> Configuration:
     """One layer or several, each in both directions."""
-    return stack(draw, row, one_of(draw, 1, 2), both=True)
+    return stack(draw, row, 1 if row.linen else one_of(draw, 1, 2), both=True)
 
 
 def stack(draw: Draw, row: Row, count: int, both: bool) -> Configuration:
     name = row.rule.torch.rpartition(".")[2]
     bias, first = flag(draw), flag(draw)
-    theirs, inner = cell(draw, row, getattr(nnx, one_of(draw, *CELLS[name])), 3, 4)
+    lib = linen if row.linen else nnx
+    theirs, inner = cell(draw, row, getattr(lib, one_of(draw, *CELLS[name])), 3, 4)
 
     def layer(width: int) -> Make:
-        ways = [Make(nnx.RNN, dict(cell=inner.but(in_features=width), time_major=not first)) for _ in "lr"]
+        ways = [
+            Make(lib.RNN, dict(cell=inner if row.linen else inner.but(in_features=width), time_major=not first)) for _ in "lr"
+        ]
         return (
-            Make(nnx.Bidirectional, dict(forward_rnn=ways[0], backward_rnn=ways[1], time_major=not first)) if both else ways[0]
+            Make(lib.Bidirectional, dict(forward_rnn=ways[0], backward_rnn=ways[1], time_major=not first)) if both else ways[0]
         )
 
     theirs |= dict(input_size=3, hidden_size=4, num_layers=count, bias=bias, batch_first=first, bidirectional=both)
     layers = [layer(3 if number == 0 else 8 if both else 4) for number in range(count)]
     made = Make(one_of(draw, nnx.Sequential, nnx.List), dict(layers=layers)) if count > 1 else layers[0]
-    return Configuration(theirs, made, ((2, 5, 3) if first else (5, 2, 3),), wraps=(TorchStack, FlaxStack, None))
+    return Configuration(theirs, made, ((2, 5, 3) if first else (5, 2, 3),), wraps=(TorchStack, FlaxStack, LinenBothWays))
 
 
 # ---------------------------------------------------------------- what a setting looks like that does not agree
@@ -674,6 +679,12 @@ AXES = {
 ALONE = {"bias_hh": dict(bias=True), "bias_": dict(add_bias_kv=True), "running": dict(track_running_stats=True)}
 ALONE["num_batches_tracked"] = ALONE["running"]
 
+
+def exchanged_axes(one: Configuration) -> Configuration:
+    """The last two axes in the other order."""
+    return one.but(axis=(-1, -2))
+
+
 STRATEGIES: dict[tuple[str, str], Family] = {
     ("torch.nn.Linear", "flax.nnx.Linear"): Family(linear, channels=None),
     ("torch.nn.Linear", "flax.linen.Dense"): Family(linear, channels=None),
@@ -681,6 +692,22 @@ STRATEGIES: dict[tuple[str, str], Family] = {
         general,
         {"axis: the last ones, batch_axis: none": flax_wrong("axis=(-1, -2) in Flax", in_features=(2, 3), axis=(-1, -2))},
         (TorchLayer, FlaxFlat, None),
+        None,
+    ),
+    ("torch.nn.Linear", "flax.linen.DenseGeneral"): Family(
+        general,
+        {"axis: the last ones, batch_axis: none": (exchanged_axes, "axis=(-1, -2) in Flax")},
+        (TorchLayer, FlaxLayer, LinenFlat),
+        None,
+    ),
+    ("torch.nn.Linear", "flax.linen.Einsum"): Family(
+        einsum,
+        {
+            "einsum_str: ...inputs, inputs outputs -> ...outputs": flax_wrong(
+                "einsum_str=", einsum_str="...kj,jkhd->...hd", shape=(3, 2, 4, 2)
+            )
+        },
+        (TorchLayer, FlaxLayer, LinenFlat),
         None,
     ),
     ("torch.nn.Linear", "flax.nnx.Einsum"): Family(
@@ -734,7 +761,11 @@ STRATEGIES: dict[tuple[str, str], Family] = {
         for n in CELLS
         for lib in ("nnx", "linen")
     },
-    **{(f"torch.nn.{n}", "flax.nnx.Bidirectional"): Family(both_ways, BOTH, channels=None) for n in CELLS},
+    **{
+        (f"torch.nn.{n}", f"flax.{lib}.Bidirectional"): Family(both_ways, BOTH, channels=None)
+        for n in CELLS
+        for lib in ("nnx", "linen")
+    },
     (WEIGHT_NORM, "flax.nnx.WeightNorm"): Family(
         weight_norm,
         {
