@@ -298,11 +298,6 @@ def jittered(array: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(moved.astype(array.dtype))
 
 
-def smallest_atol(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The absolute tolerance at which the two would pass."""
-    return largest_gap(actual, expected)
-
-
 def significant_bits(array: np.ndarray) -> tuple[float, float]:
     """The largest magnitude of a float64 array, and its quantum.
 

@@ -714,10 +714,11 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also]
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
-            told.disagreeing.extend(disagreements(mine, theirs))
-            told.disagreeing.extend([] if row_of(mine.kinds, theirs.kinds) else mirror_problems(mine, theirs))
-            told.refused.extend(refusals(mine, theirs))
-            told.notes.extend(remarks(mine, theirs))
-            wrapped |= {theirs.own_path} if row_of(mine.kinds, theirs.kinds) else set()
+            row = row_of(mine.kinds, theirs.kinds)
+            told.disagreeing.extend(disagreements(row, mine, theirs))
+            told.disagreeing.extend([] if row else mirror_problems(mine, theirs))
+            told.refused.extend(refusals(row, mine, theirs))
+            told.notes.extend(remarks(row, mine, theirs))
+            wrapped |= {theirs.own_path} if row else set()
     told.refused.extend(bare_wrappers(layers[sides.index("flax")], wrapped))
     return told

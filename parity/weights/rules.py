@@ -587,9 +587,8 @@ def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
     return TRANSPOSED if ndim == 2 else AS_IS
 
 
-def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
-    """The settings of a pair of layers that do not agree, one sentence each."""
-    rule = row_of(torch_layer.kinds, flax_layer.kinds)
+def disagreements(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[str]:
+    """The settings of a pair of layers that do not agree by their row, one sentence each."""
     found = told(rule, torch_layer, flax_layer, "disagree")
     # A composite's dtype, if it has one, says nothing of the layers in it.
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
@@ -601,15 +600,14 @@ def disagreements(torch_layer: Layer, flax_layer: Layer) -> list[str]:
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 
-def refusals(torch_layer: Layer, flax_layer: Layer) -> list[str]:
+def refusals(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers for which the other side has nothing, one sentence each."""
-    found = told(row_of(torch_layer.kinds, flax_layer.kinds), torch_layer, flax_layer, "refuse")
+    found = told(rule, torch_layer, flax_layer, "refuse")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 
 
-def remarks(torch_layer: Layer, flax_layer: Layer) -> list[str]:
+def remarks(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """What the row of a pair of layers tells of it although all agrees, one sentence each."""
-    rule = row_of(torch_layer.kinds, flax_layer.kinds)
     found = ([rule.note] if rule and rule.note else []) + told(rule, torch_layer, flax_layer, "remark")
     return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
 

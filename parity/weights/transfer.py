@@ -229,7 +229,7 @@ def transfer(
     value, done = pairing.target.fill(target, sent)
     if verify and not isinstance(target, Target):
         check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
-    entries = tuple(dataclasses.replace(entry, shared=entry.target in done) for entry in planned.plan)
+    entries = tuple(dataclasses.replace(entry, shared=True) if entry.target in done else entry for entry in planned.plan)
     notes = (*planned.notes, *sent.notes.values())
     return dataclasses.replace(planned, value=value, plan=entries, notes=notes, verified=verify)
 

@@ -13,6 +13,7 @@ from parity.evidence.numerics import (
     finite_scale,
     identity,
     jittered,
+    largest_gap,
     neighbours,
     numpy_float,
     precision,
@@ -20,7 +21,6 @@ from parity.evidence.numerics import (
     same_specials,
     semantics_bound,
     significant_bits,
-    smallest_atol,
     ulp_distance,
 )
 
@@ -266,8 +266,8 @@ def test_jitter_moves_many_values_and_leaves_the_callers(dtype, seed):
     assert (array == before).all()
 
 
-def test_smallest_atol_is_the_largest_finite_difference():
-    assert smallest_atol(np.array([1.0, np.nan, 5.0]), np.array([1.5, np.nan, 5.0])) == 0.5
+def test_the_largest_gap_is_the_largest_finite_difference():
+    assert largest_gap(np.array([1.0, np.nan, 5.0]), np.array([1.5, np.nan, 5.0])) == 0.5
 
 
 @given(st.lists(st.tuples(st.integers(-(2**20), 2**20), st.integers(-40, 40)), min_size=1, max_size=20))
