@@ -19,7 +19,7 @@ from parity.evidence.numerics import (
     semantics_bound,
 )
 from parity.evidence.subject import Subject
-from parity.evidence.trial import Place, Trial, is_array, like
+from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like
 
 # A difference that large is no question of rounding: torch's float64 noise is not measured for it.
 GROSS = 1e6
@@ -116,6 +116,8 @@ def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tu
     if not is_array(mine) or not is_array(theirs):
         same = is_array(mine) == is_array(theirs) and bool(mine == theirs)
         return (None, 0.0) if same else reason(f"expected (torch) {told(mine)}, actual (flax) {told(theirs)}")
+    if (trial.torch.path or place.child is not None) and broadcasts_alike(mine, theirs):
+        theirs = theirs.reshape(mine.shape)
     if mine.shape != theirs.shape:
         return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
     if mine.dtype.kind in "biu" or theirs.dtype.kind in "biu":

@@ -84,16 +84,22 @@ def known_names(subject: Subject, wanted: Iterable[str]) -> dict[str, str]:
 
 
 def by_plan(subject: Subject, called: list[str], found: dict[str, Partner]) -> None:
-    """Add the modules whose parameters lie, by the transfer's plan, in one module of the other side."""
+    """Add the modules whose parameters are, by the transfer's plan, all those of one module of the other side."""
     owners = {p.source.array_path: p.target.owner for p in subject.pairing.pairs}
     taken = {partner.path for partner in found.values()}
     # From the inside: of two modules with the same parameters the inner one is the layer itself.
     for path in sorted((p for p in called if p not in found), key=lambda p: -p.count(".")):
-        below = {owner for name, owner in owners.items() if f"{name}.".startswith(f"{path}.")}
-        common = shared_start(below)
-        if below and common and common not in taken:
+        below = {name: owner for name, owner in owners.items() if inside(name, path)}
+        common = shared_start(set(below.values()))
+        # A port that unrolls a module into its parent has no module for it: the parent holds more than that.
+        whole = all(name in below for name, owner in owners.items() if inside(owner, common))
+        if below and common and whole and common not in taken:
             found[path] = Partner(common, "plan")
             taken.add(common)
+
+
+def inside(path: str, module: str) -> bool:
+    return f"{path}.".startswith(f"{module}.")
 
 
 def shared_start(paths: set[str]) -> str:

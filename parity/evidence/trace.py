@@ -24,7 +24,7 @@ from parity.evidence.numerics import (
 from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
-from parity.evidence.trial import is_array
+from parity.evidence.trial import broadcasts_alike, is_array
 from parity.weights.paths import Rename
 
 # Cosine above which two arrays are taken for the same values in another order of axes.
@@ -191,12 +191,27 @@ def paired(
 def compare_step(expected: Captured, plain: Captured, actual: Captured, last: str | None) -> Step:
     """One module's outputs on both sides. A module that returns nothing comparable is said to be so."""
     ratio = 0.0
+    actual, note = without_axes_of_one(expected, actual)
     for name in [*expected.outputs, *(n for n in actual.outputs if n not in expected.outputs)]:
         found, measured = compare_output(name, expected, plain, actual, last)
         ratio = max(ratio, measured)
         if found:
             return Step(expected.path, expected.call, False, ratio, found)
-    return Step(expected.path, expected.call, True, ratio)
+    return Step(expected.path, expected.call, True, ratio, note=note)
+
+
+def without_axes_of_one(expected: Captured, actual: Captured) -> tuple[Captured, str]:
+    """Outputs of a module inside, in torch's shape where only leading axes of length one differ, and a note that they do.
+
+    What the model itself returns must have them.
+    """
+    found, notes = dict(actual.outputs), []
+    for name, theirs in actual.outputs.items():
+        mine = expected.outputs.get(name)
+        if expected.path and broadcasts_alike(mine, theirs):
+            found[name] = theirs.reshape(mine.shape)
+            notes.append(f"output {name}".rstrip() + f" has shape {mine.shape} in torch, {theirs.shape} in flax")
+    return replace(actual, outputs=found), "; ".join(notes)
 
 
 def compare_output(

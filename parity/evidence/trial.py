@@ -80,6 +80,14 @@ class Trial:
     child_rules: dict[str, Convention | None] = field(default_factory=dict)
 
 
+def broadcasts_alike(mine: Any, theirs: Any) -> bool:
+    """Whether two arrays differ in leading axes of length one alone, which every sum and product broadcasts away."""
+    if not is_array(mine) or not is_array(theirs) or mine.shape == theirs.shape:
+        return False
+    short, long = sorted((mine.shape, theirs.shape), key=len)
+    return (1,) * (len(long) - len(short)) + short == long
+
+
 def is_array(value: Any) -> TypeGuard[np.ndarray]:
     return isinstance(value, np.ndarray)
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
 from parity.evidence.numerics import finite_scale, largest_gap, numpy_float
 from parity.evidence.trees import mapped
@@ -62,8 +64,11 @@ def size_of_rounding(suspect: Suspect) -> Iterator[Variant]:
 
 def arguments_in(suspect: Suspect, dtype: str) -> Iterator[Variant]:
     def cut(_: str, leaf: Any) -> Any:
-        floating = is_array(leaf) and leaf.dtype.kind == "f"
-        return leaf.astype(numpy_float(dtype)).astype(leaf.dtype) if floating else leaf
+        if not is_array(leaf) or leaf.dtype.kind != "f":
+            return leaf
+        # The lowest float64, as masks have it, is minus infinity in a narrower dtype.
+        with np.errstate(over="ignore"):
+            return leaf.astype(numpy_float(dtype)).astype(leaf.dtype)
 
     one = suspect.trial.torch
     arrays = {p.path: p.torch for p in suspect.weights}

@@ -636,3 +636,54 @@ def test_an_isolation_is_plain_data_and_leaves_the_models_alone():
 def test_a_trace_made_by_hand_cannot_be_isolated():
     with pytest.raises(parity.InputError, match=r"this trace holds no models to run; take one from parity.trace"):
         parity.Trace(()).isolated()
+
+
+class TorchNested(nn.Module):
+    """A layer whose parts lie in two modules, as checkpoints name them."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return (torch.softmax(self.query(x) @ self.key(x).transpose(-1, -2) / 6**0.5, -1) @ x,)
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.dense = self.Inner(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.dense(self.inner(x)[0])
+
+
+class FlaxUnrolled(nnx.Module):
+    """The same with everything in one module."""
+
+    def __init__(self, *, rngs, scale=6**0.5):
+        self.scale = scale
+        for name in ("query", "key", "dense"):
+            setattr(self, name, nnx.Linear(6, 6, rngs=rngs))
+
+    def __call__(self, x):
+        weights = jax.nn.softmax(self.query(x) @ jnp.swapaxes(self.key(x), -1, -2) / self.scale, -1)
+        return self.dense(weights @ x)
+
+
+class Stack(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("scale", [6**0.5, 6.0])
+def test_a_module_that_the_port_unrolls_into_its_parent_is_not_taken_for_the_parent(scale):
+    rename = {"layer.inner.query": "layer.query", "layer.inner.key": "layer.key"}
+    ours = nn.ModuleDict({"layer": TorchNested()})
+    ours.forward = lambda x: ours["layer"](x)
+    pair = transferred(ours, Stack(FlaxUnrolled(rngs=nnx.Rngs(0), scale=scale)), rename=rename)
+    isolation = isolated(pair, normal(2, 5, 6), rename=rename)
+    assert isolation.unpaired == ("layer.inner (torch only)",)
+    assert faults(isolation) == ({} if scale == 6**0.5 else {"layer": ["what it gives layer.dense: args[0]"]})

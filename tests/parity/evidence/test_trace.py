@@ -457,3 +457,32 @@ def test_both_kinds_of_container_without_parameters():
             return self.act(x)
 
     assert calls(parity.trace(TorchEmpty().eval(), FlaxEmpty(), normal(3, 4))) == [("act", 0), ("", 0)]
+
+
+class TorchPlaces(nn.Module):
+    """Adds positions looked up for a batch of one, as most encoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(7, 6)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.out(x + self.places(torch.arange(x.shape[1])[None]))
+
+
+class FlaxPlaces(nnx.Module):
+    def __init__(self, *, rngs, shift=0):
+        self.places, self.shift = nnx.Embed(7, 6, rngs=rngs), shift
+        self.out = nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x + self.places(jnp.arange(x.shape[1]) + self.shift))
+
+
+def test_an_axis_of_one_that_the_sum_broadcasts_away_is_no_divergence():
+    trace = parity.trace(*transferred(TorchPlaces(), FlaxPlaces(rngs=nnx.Rngs(0))), normal(3, 5, 6))
+    assert trace.passed and trace.isolated().passed
+    assert trace.steps[0].note == "output has shape (1, 5, 6) in torch, (5, 6) in flax"
+    found = parity.trace(*transferred(TorchPlaces(), FlaxPlaces(rngs=nnx.Rngs(0), shift=1)), normal(3, 5, 6)).first_divergence()
+    assert (found.path, found.reason) == ("places", "") and found.differing == 30
