@@ -682,7 +682,7 @@ class Stack(nnx.Module):
 def test_a_module_that_the_port_unrolls_into_its_parent_is_not_taken_for_the_parent(scale):
     rename = {"layer.inner.query": "layer.query", "layer.inner.key": "layer.key"}
     ours = nn.ModuleDict({"layer": TorchNested()})
-    ours.forward = lambda x: ours["layer"](x)
+    ours.forward = ours["layer"]
     pair = transferred(ours, Stack(FlaxUnrolled(rngs=nnx.Rngs(0), scale=scale)), rename=rename)
     isolation = isolated(pair, normal(2, 5, 6), rename=rename)
     assert isolation.unpaired == ("layer.inner (torch only)",)
