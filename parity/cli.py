@@ -68,10 +68,13 @@ def check_command(
     module: Annotated[str, typer.Option(help="only modules whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = 0,
+    html: Annotated[str, typer.Option(help="write the result to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
     """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
     chosen = [level.strip() for level in levels.split(",") if level.strip()]
+    if html:
+        check_page(Path(html))
     console = Console(stderr=True)
     if not console.is_terminal and not as_json:
         print("comparing; most of a first run is compilation and takes about a minute", file=sys.stderr, flush=True)
@@ -82,10 +85,20 @@ def check_command(
             bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
         result = parity.check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
+    # The page first: what is printed is not lost if it cannot be written.
+    failure = None
+    try:
+        page = result.save_html(html) if html else None
+    except parity.InputError as error:
+        page, failure = None, error
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:
         show(result)
+    if failure:
+        raise failure
+    if page:
+        print(f"page: {page}", file=sys.stderr)
     if not result.ran:
         raise typer.Exit(2)
     raise typer.Exit(0 if result.passed else 1)
@@ -286,6 +299,18 @@ def check_place(path: Path, overwrite: bool) -> None:
     """Refuse a place for the rename file before any work is done."""
     if path.exists() and not overwrite:
         raise parity.InputError(f"{path} exists; pass --overwrite to replace it, or give another name")
+    if not path.parent.is_dir():
+        raise parity.InputError(f"there is no folder {path.parent}; make it first")
+
+
+def check_page(path: Path) -> None:
+    """Refuse a place for a page, and tell what is missing to make it, before any work is done."""
+    from parity.report.html import plotly, templates
+
+    templates()
+    plotly()
+    if path.is_dir():
+        raise parity.InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise parity.InputError(f"there is no folder {path.parent}; make it first")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,16 @@ class SuiteResult:
         from parity.report.data import as_data
 
         return {**as_data(self), "figures": self.figures(), "passed": self.passed}
+
+    def save_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write all cases as one page that needs no network; as `Report.save_html`.
+
+        Raises:
+            InputError: the packages that draw are not installed, or the page cannot be written.
+        """
+        from parity.report.html import save_suite
+
+        return save_suite(self, path)
 
 
 def check(

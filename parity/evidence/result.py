@@ -1,11 +1,14 @@
 """What a comparison returns: frozen values that can print themselves."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from parity.errors import DivergenceError, InputError
 from parity.evidence.faults import Diagnosis, Isolation
+from parity.evidence.pictures import Picture
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
@@ -111,6 +114,7 @@ class Step:
         ratio: the largest difference over what rounding explains.
         divergence: what differs, None if nothing does.
         note: why it could not be compared, '' if it was.
+        pictures: how the difference lies in each output, for reports that draw.
     """
 
     path: str
@@ -119,6 +123,7 @@ class Step:
     ratio: float = 0.0
     divergence: Divergence | None = None
     note: str = ""
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,11 @@ class Trace:
         from parity.report.text import trace_text
 
         return trace_text(self)
+
+    def _repr_html_(self) -> str:
+        from parity.report.html import fragment
+
+        return fragment(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
@@ -225,6 +235,28 @@ class Report:
         from parity.report.text import report_text
 
         return report_text(self)
+
+    def _repr_html_(self) -> str:
+        from parity.report.html import fragment
+
+        return fragment(self)
+
+    def save_html(self, path: str | os.PathLike[str], title: str = "") -> Path:
+        """Write the report as one page that needs no network: levels, wrong modules, the model as a tree with pictures.
+
+        Args:
+            path: of the page; an existing one is replaced, once the new one is whole.
+            title: above the verdict, such as the names of the two models.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: the packages that draw are not installed, or the page cannot be written.
+        """
+        from parity.report.html import save_report
+
+        return save_report(self, path, title)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
@@ -293,6 +325,11 @@ class Diff:
         from parity.report.text import diff_text
 
         return diff_text(self)
+
+    def _repr_html_(self) -> str:
+        from parity.report.html import fragment
+
+        return fragment(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""

@@ -22,6 +22,7 @@ from parity.evidence.numerics import (
     semantics_bound,
 )
 from parity.evidence.partners import known_names
+from parity.evidence.pictures import Picture, picture
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
 from parity.evidence.trial import broadcasts_alike, is_array
@@ -190,14 +191,27 @@ def paired(
 
 def compare_step(expected: Captured, plain: Captured, actual: Captured, last: str | None) -> Step:
     """One module's outputs on both sides. A module that returns nothing comparable is said to be so."""
-    ratio = 0.0
+    ratio, drawn = 0.0, list[Picture]()
     actual, note = without_axes_of_one(expected, actual)
     for name in [*expected.outputs, *(n for n in actual.outputs if n not in expected.outputs)]:
         found, measured = compare_output(name, expected, plain, actual, last)
         ratio = max(ratio, measured)
+        drawn += pictured(name, expected, plain, actual)
         if found:
-            return Step(expected.path, expected.call, False, ratio, found)
-    return Step(expected.path, expected.call, True, ratio, note=note)
+            return Step(expected.path, expected.call, False, ratio, found, pictures=tuple(drawn))
+    return Step(expected.path, expected.call, True, ratio, note=note, pictures=tuple(drawn))
+
+
+def pictured(name: str, expected: Captured, plain: Captured, actual: Captured) -> list[Picture]:
+    """How the difference lies in one output, if both sides return numbers of one shape there."""
+    mine, theirs, own = (c.outputs.get(name) for c in (expected, actual, plain))
+    if not is_array(mine) or not is_array(theirs) or not is_array(own) or not mine.shape == theirs.shape == own.shape:
+        return []
+    parts = [in_parts(array) for array in (mine, theirs, own)]
+    if not parts[0].shape == parts[1].shape == parts[2].shape:
+        return []
+    drawn = picture(name, parts[0], parts[1], semantics_bound(parts[2], parts[0]))
+    return [drawn] if drawn else []
 
 
 def without_axes_of_one(expected: Captured, actual: Captured) -> tuple[Captured, str]:

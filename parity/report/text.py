@@ -103,18 +103,7 @@ def divergence_lines(found: "Divergence") -> list[str]:
     last = (
         f"last agreement: {found.last_agreement or 'the model'}" if found.last_agreement is not None else "no module before it"
     )
-    lines = [f"{path}   first divergence   ({last})"]
-    if found.reason:
-        lines.append(f"  {found.output + ': ' if found.output else ''}{found.reason}")
-    else:
-        output = f"output {found.output}: " if found.output else ""
-        lines.append(
-            f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains"
-        )
-        lines.append(
-            f"  worst at {found.worst}: expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g}, "
-            f"difference {found.difference:.3g}"
-        )
+    lines = [f"{path}   first divergence   ({last})", *divergence_figures(found)]
     if found.inputs == "agree":
         lines.append("  what it is given is the same on both sides: the fault is in it")
     elif found.inputs == "differ":
@@ -123,6 +112,18 @@ def divergence_lines(found: "Divergence") -> list[str]:
     if found.between:
         lines.append(f"  in between torch ran {', '.join(found.between)}, which Flax has not as a module")
     return lines if found.reason else [*lines, f"  would pass at atol={found.atol:.3g}"]
+
+
+def divergence_figures(found: "Divergence") -> list[str]:
+    """How much the outputs of a module differ."""
+    if found.reason:
+        return [f"  {found.output + ': ' if found.output else ''}{found.reason}"]
+    output = f"output {found.output}: " if found.output else ""
+    return [
+        f"  {output}{found.differing} of {found.elements} values differ; {found.ratio:.3g} times what rounding explains",
+        f"  worst at {found.worst}: expected (torch) {found.torch:.6g}, actual (flax) {found.flax:.6g}, "
+        f"difference {found.difference:.3g}",
+    ]
 
 
 def unpaired_line(trace: "Trace") -> str:
@@ -198,13 +199,17 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
     lines = []
     for number, cause in enumerate(causes[:SHOWN]):
         word = "cause" if number == 0 else "or"
-        fall = f"the difference falls from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
         lines += [
             f"  {word}: {cause.hypothesis}. {cause.what}",
-            f"    if torch does the same, {fall}",
+            f"    {fall(cause)}",
             f"    change: {cause.change}",
         ]
     return lines
+
+
+def fall(cause: "Cause") -> str:
+    """The evidence for a cause."""
+    return f"if torch does the same, the difference falls from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
 
 
 def diff_text(diff: "Diff") -> str:

@@ -1,0 +1,309 @@
+"""Results as a page that needs no network, and as a fragment for notebooks.
+
+The words are those of `parity.report.text`: a face of the product says what the others say.
+"""
+
+import math
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.errors import InputError
+from parity.report import text
+from parity.report.modules import Node, module_tree
+from parity.report.plan import how, sentences, sums
+from parity.weights.files import beside
+
+if TYPE_CHECKING:
+    from parity.evidence.faults import Isolated
+    from parity.evidence.pictures import Picture
+    from parity.evidence.result import Diff, Report, Step, Trace
+    from parity.suite import SuiteResult
+    from parity.weights.transfer import Transfer
+
+PAGE = Path(__file__).parent / "page"
+# The bar of a module spans these powers of ten of an error over what rounding explains.
+LEAST, MOST = -4.0, 12.0
+
+
+def save_report(report: "Report", path: str | os.PathLike[str], title: str = "") -> Path:
+    """Write the page of one comparison.
+
+    Args:
+        report: what `parity.compare` returned.
+        path: of the page; an existing one is replaced, once the new one is whole.
+        title: above the verdict, such as the names of the two models.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: the packages that draw are not installed, or the page cannot be written.
+    """
+    return written(Path(path), report_page(report, title))
+
+
+def save_suite(result: "SuiteResult", path: str | os.PathLike[str]) -> Path:
+    """Write the page of a whole suite; as `save_report`."""
+    return written(Path(path), suite_page(result))
+
+
+def written(path: Path, page: str) -> Path:
+    """Put a page in its place, in one step."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
+    with beside(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return path
+
+
+def report_page(report: "Report", title: str = "") -> str:
+    """The page of one comparison."""
+    return page(title or "Comparison", [report_view(report, "r0")], passed=report.passed)
+
+
+def suite_page(result: "SuiteResult") -> str:
+    """The page of a suite: a table, and each case that has a report."""
+    cases = []
+    for number, case in enumerate(result.cases):
+        view = report_view(case.report, f"r{number}") if case.report else None
+        state = "skipped" if case.skipped else "passed" if case.passed else "failed"
+        cases.append({"name": case.name, "state": state, "said": case.skipped or case.error, "report": view, "case": case})
+    head = f"{sum(case.passed for case in result.ran)} of {len(result.ran)} cases agree" if result.ran else "nothing ran"
+    return page("Regression suite", [], passed=result.passed, headline=head, cases=cases, suite=result)
+
+
+def page(title: str, reports: list[dict[str, Any]], **values: Any) -> str:
+    """A whole document."""
+    views = [*reports, *(case["report"] for case in values.get("cases", ()) if case["report"])]
+    drawn = {view["id"]: view["drawn"] for view in views if view["drawn"]}
+    values.setdefault("headline", reports[0]["headline"] if reports else "")
+    values.setdefault("cases", [])
+    return templates().get_template("page.html.j2").render(
+        title=title,
+        reports=reports,
+        drawn=drawn,
+        style=(PAGE / "page.css").read_text(encoding="utf-8"),
+        script=(PAGE / "page.js").read_text(encoding="utf-8"),
+        plotly=plotly() if drawn else "",
+        **values,
+    )
+
+
+def fragment(result: "Report | Trace | Diff | Transfer") -> str:
+    """What a notebook shows: the text of a terminal, and behind it what a table shows better."""
+    template = templates().get_template("notebook.html.j2")
+    style = (PAGE / "notebook.css").read_text(encoding="utf-8")
+    return template.render(kind=type(result).__name__, result=result, style=style, **fragment_values(result))
+
+
+def fragment_values(result: Any) -> dict[str, Any]:
+    kind = type(result).__name__
+    passed = result.passed
+    if kind == "Report":
+        return {"passed": passed, "headline": text.headline(result), "view": report_view(result, "n"), "body": str(result)}
+    if kind == "Transfer":
+        return {"passed": passed, "headline": sums(result), "plan": plan_view(result), "body": ""}
+    lines = str(result).splitlines()
+    return {"passed": passed, "headline": lines[0].strip(), "body": "\n".join(lines[1:])}
+
+
+# --------------------------------------------------------------------------- one comparison
+
+
+def report_view(report: "Report", key: str) -> dict[str, Any]:
+    """All that the page of a comparison shows, in words and numbers."""
+    tree = module_tree(report)
+    faults = report.diagnosis.isolation.faults if report.diagnosis else ()
+    found = report.trace.first_divergence() if report.trace else None
+    return {
+        "id": key,
+        "headline": text.headline(report),
+        "passed": report.passed,
+        "levels": [
+            {"result": level, "sign": text.SIGNS[level.status], "proves": proves(level.level)} for level in report.levels
+        ],
+        "divergence": text.divergence_lines(found) if found else [],
+        "wrong": text.wrong_modules(report.diagnosis.isolation) if report.diagnosis and faults else "",
+        "faults": [fault_view(report, one) for one in faults],
+        "next": next_step(report),
+        "tree": node_view(tree, key) if tree else None,
+        "modules": sum(1 for _ in tree.walk()) if tree else 0,
+        "unpaired": list(report.trace.unpaired) if report.trace else [],
+        "plan": plan_view(report.transfer) if getattr(report, "transfer", None) else None,
+        "environment": dict(report.environment),
+        "seed": report.seed,
+        "notes": [str(note) for note in report.notes],
+        "drawn": drawings(report, tree, key) if tree else None,
+    }
+
+
+def proves(level: str) -> str:
+    from parity.evidence.result import PROVES
+
+    return PROVES.get(level, "")
+
+
+def next_step(report: "Report") -> str:
+    """What to do, as the terminal has it; '' if there is nothing to do."""
+    lines = text.why_lines(report.diagnosis) if report.diagnosis else []
+    said = next((line.strip().removeprefix("next: ") for line in lines if line.strip().startswith("next: ")), "")
+    if said or report.passed:
+        return said
+    if any(level.status == "not run" for level in report.levels) and not any(level.status == "failed" for level in report.levels):
+        return "mend what keeps the level from running, or name the other levels in levels=[...]"
+    return "look at the levels that failed"
+
+
+def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
+    assert report.diagnosis is not None
+    lines = text.isolated_lines(one)
+    causes = report.diagnosis.causes_of(one.path)
+    return {
+        "path": one.path or "the model",
+        "head": lines[0],
+        "lines": [line.strip() for line in lines[1:]],
+        "causes": [
+            {"name": c.hypothesis, "what": c.what, "change": c.change, "fall": text.fall(c), "complete": c.complete} for c in causes
+        ],
+    }
+
+
+def node_view(node: Node, key: str) -> dict[str, Any]:
+    """A module for the tree."""
+    ratio = node.ratio
+    return {
+        "id": f"{key}:{node.path}",
+        "name": node.name or "the model",
+        "path": node.path,
+        "mark": node.mark,
+        "inside": node.worst_inside,
+        "open": not node.path or node.worst_inside in ("wrong", "first divergence"),
+        "ratio": times(ratio),
+        "share": share(ratio),
+        "over": ratio is not None and ratio > 1,
+        "alone": node.alone,
+        "lines": node_lines(node),
+        "drawn": any(step.pictures for step in node.steps),
+        "children": [node_view(child, key) for child in node.children],
+    }
+
+
+def node_lines(node: Node) -> list[str]:
+    """What is known of a module, call by call."""
+    lines = []
+    for step in node.steps:
+        lines += text.divergence_figures(step.divergence) if step.divergence else []
+        lines += [step.note] if step.note else []
+    for one in node.isolated:
+        if one.status == "differs":
+            lines += text.isolated_lines(one)
+        elif one.note:
+            lines.append(f"alone: {one.note}")
+    lines += text.cause_lines(node.causes)
+    return lines
+
+
+def times(ratio: float | None) -> str:
+    """An error over what rounding explains, in words."""
+    if ratio is None:
+        return ""
+    return "no bound" if math.isinf(ratio) else f"{ratio:.2g}"
+
+
+def share(ratio: float | None) -> int:
+    """How full the bar of a module is, in percent."""
+    if ratio is None or ratio <= 0:
+        return 0
+    return round(100 * min(1.0, max(0.02, (math.log10(min(ratio, 1e300)) - LEAST) / (MOST - LEAST))))
+
+
+def plan_view(transfer: "Transfer") -> dict[str, Any]:
+    """The rows of a transfer."""
+    rows = [{"source": e.source, "target": e.target, "how": how(e)} for e in transfer.plan]
+    return {"rows": rows, "sentences": list(sentences(transfer)), "sums": sums(transfer), "problems": transfer.problems}
+
+
+# --------------------------------------------------------------------------- numbers to draw
+
+
+def drawings(report: "Report", tree: Node, key: str) -> dict[str, Any] | None:
+    """What the page draws, by module; None if there are no pictures."""
+    assert report.trace is not None or tree is not None
+    steps = report.trace.steps if report.trace else ()
+    if not steps:
+        return None
+    from parity.evidence.pictures import ERRORS
+
+    return {
+        "errors": [float(edge) for edge in ERRORS],
+        "course": [[named_call(step), finite(step.ratio), step.agrees] for step in steps],
+        "modules": {f"{key}:{node.path}": [drawing(s, p) for s in node.steps for p in s.pictures] for node in tree.walk()},
+    }
+
+
+def named_call(step: "Step") -> str:
+    return (step.path or "the model") + (f", call {step.call + 1}" if step.call else "")
+
+
+def drawing(step: "Step", picture: "Picture") -> dict[str, Any]:
+    output = f"output {picture.output}" if picture.output else "output"
+    return {
+        "name": f"{output} of call {step.call + 1}" if step.call else output,
+        "said": picture_sentence(picture),
+        "histogram": picture.histogram,
+        "magnitude": picture.by_magnitude,
+        "axes": [f"axis {axis} of {len(picture.shape)}, length {picture.shape[axis]}" for axis in picture.axes],
+        "map": picture.map,
+    }
+
+
+def picture_sentence(picture: "Picture") -> str:
+    """A picture for those who do not see it."""
+    from parity.evidence.pictures import ERRORS
+
+    over = sum(picture.histogram[int((ERRORS < 0).sum()) + 1 :])
+    elements = math.prod(picture.shape)
+    largest = max((max(row) for row in picture.map), default=0.0)
+    return (
+        f"shape {picture.shape}: {picture.equal:,} of {elements:,} values bit-equal, {over:,} differ by more than rounding "
+        f"explains, the largest {times(finite(largest))} times that"
+    )
+
+
+def finite(ratio: float) -> float:
+    """JSON knows no infinity."""
+    return ratio if math.isfinite(ratio) else 1e300
+
+
+# --------------------------------------------------------------------------- packages
+
+
+@lru_cache(maxsize=1)
+def templates() -> Any:
+    """The templates; every value is escaped.
+
+    Raises:
+        InputError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise InputError("a page needs jinja2, which is not installed: pip install 'torch-flax-parity[report]'") from error
+    return Environment(
+        loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def plotly() -> str:
+    """The script that draws, whole.
+
+    Raises:
+        InputError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise InputError("pictures need plotly, which is not installed: pip install 'torch-flax-parity[report]'") from error
+    return get_plotlyjs()
