@@ -30,6 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 import parity
+from parity.report.html import ready
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 # Failing cases that are shown whole; the rest is in --json.
@@ -74,7 +75,8 @@ def check_command(
     """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
     chosen = [level.strip() for level in levels.split(",") if level.strip()]
     if html:
-        check_page(Path(html))
+        # Before any work is done.
+        ready(Path(html))
     console = Console(stderr=True)
     if not console.is_terminal and not as_json:
         print("comparing; most of a first run is compilation and takes about a minute", file=sys.stderr, flush=True)
@@ -299,18 +301,6 @@ def check_place(path: Path, overwrite: bool) -> None:
     """Refuse a place for the rename file before any work is done."""
     if path.exists() and not overwrite:
         raise parity.InputError(f"{path} exists; pass --overwrite to replace it, or give another name")
-    if not path.parent.is_dir():
-        raise parity.InputError(f"there is no folder {path.parent}; make it first")
-
-
-def check_page(path: Path) -> None:
-    """Refuse a place for a page, and tell what is missing to make it, before any work is done."""
-    from parity.report.html import plotly, templates
-
-    templates()
-    plotly()
-    if path.is_dir():
-        raise parity.InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise parity.InputError(f"there is no folder {path.parent}; make it first")
 

@@ -173,7 +173,7 @@ class Trace:
 
         return trace_text(self)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
         from parity.report.html import fragment
 
         return fragment(self)
@@ -236,7 +236,7 @@ class Report:
 
         return report_text(self)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
         from parity.report.html import fragment
 
         return fragment(self)
@@ -326,7 +326,7 @@ class Diff:
 
         return diff_text(self)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
         from parity.report.html import fragment
 
         return fragment(self)

@@ -3,6 +3,7 @@
 The words are those of `parity.report.text`: a face of the product says what the others say.
 """
 
+import importlib.util
 import math
 import os
 from functools import lru_cache
@@ -51,11 +52,32 @@ def save_suite(result: "SuiteResult", path: str | os.PathLike[str]) -> Path:
 
 def written(path: Path, page: str) -> Path:
     """Put a page in its place, in one step."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
+    ready(path)
     with beside(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
+
+
+def ready(path: Path) -> None:
+    """Tell what keeps a page from being made or written there.
+
+    Raises:
+        InputError: a package is missing, or the place cannot hold a file; all that is wrong at once.
+    """
+    missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
+    problems = []
+    if missing:
+        one = len(missing) == 1
+        problems.append(
+            f"a page needs {' and '.join(missing)}, which {'is' if one else 'are'} not installed: "
+            "pip install 'torch-flax-parity[report]'"
+        )
+    if path.is_dir():
+        problems.append(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
+    elif not path.absolute().parent.is_dir():
+        problems.append(f"there is no folder {path.parent}; make it first")
+    if problems:
+        raise InputError("; ".join(problems))
 
 
 def report_page(report: "Report", title: str = "") -> str:
@@ -80,22 +102,28 @@ def page(title: str, reports: list[dict[str, Any]], **values: Any) -> str:
     drawn = {view["id"]: view["drawn"] for view in views if view["drawn"]}
     values.setdefault("headline", reports[0]["headline"] if reports else "")
     values.setdefault("cases", [])
-    return templates().get_template("page.html.j2").render(
-        title=title,
-        reports=reports,
-        drawn=drawn,
-        style=(PAGE / "page.css").read_text(encoding="utf-8"),
-        script=(PAGE / "page.js").read_text(encoding="utf-8"),
-        plotly=plotly() if drawn else "",
-        **values,
+    return (
+        templates()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            reports=reports,
+            drawn=drawn,
+            style=(PAGE / "page.css").read_text(encoding="utf-8"),
+            script=(PAGE / "page.js").read_text(encoding="utf-8"),
+            plotly=plotly() if drawn else "",
+            **values,
+        )
     )
 
 
-def fragment(result: "Report | Trace | Diff | Transfer") -> str:
-    """What a notebook shows: the text of a terminal, and behind it what a table shows better."""
+def fragment(result: "Report | Trace | Diff | Transfer") -> str | None:
+    """What a notebook shows: the words of a terminal, laid out; None, for which it shows the text, without jinja2."""
+    if importlib.util.find_spec("jinja2") is None:
+        return None
     template = templates().get_template("notebook.html.j2")
     style = (PAGE / "notebook.css").read_text(encoding="utf-8")
-    return template.render(kind=type(result).__name__, result=result, style=style, **fragment_values(result))
+    return template.render(kind=type(result).__name__, style=style, **fragment_values(result))
 
 
 def fragment_values(result: Any) -> dict[str, Any]:
@@ -151,7 +179,9 @@ def next_step(report: "Report") -> str:
     said = next((line.strip().removeprefix("next: ") for line in lines if line.strip().startswith("next: ")), "")
     if said or report.passed:
         return said
-    if any(level.status == "not run" for level in report.levels) and not any(level.status == "failed" for level in report.levels):
+    if any(level.status == "not run" for level in report.levels) and not any(
+        level.status == "failed" for level in report.levels
+    ):
         return "mend what keeps the level from running, or name the other levels in levels=[...]"
     return "look at the levels that failed"
 
@@ -165,7 +195,8 @@ def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
         "head": lines[0],
         "lines": [line.strip() for line in lines[1:]],
         "causes": [
-            {"name": c.hypothesis, "what": c.what, "change": c.change, "fall": text.fall(c), "complete": c.complete} for c in causes
+            {"name": c.hypothesis, "what": c.what, "change": c.change, "fall": text.fall(c), "complete": c.complete}
+            for c in causes
         ],
     }
 
@@ -282,28 +313,16 @@ def finite(ratio: float) -> float:
 
 @lru_cache(maxsize=1)
 def templates() -> Any:
-    """The templates; every value is escaped.
+    """The templates; every value is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    Raises:
-        InputError: jinja2 is not installed.
-    """
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError as error:
-        raise InputError("a page needs jinja2, which is not installed: pip install 'torch-flax-parity[report]'") from error
     return Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
 
 
 def plotly() -> str:
-    """The script that draws, whole.
+    """The script that draws, whole."""
+    from plotly.offline import get_plotlyjs
 
-    Raises:
-        InputError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise InputError("pictures need plotly, which is not installed: pip install 'torch-flax-parity[report]'") from error
     return get_plotlyjs()

@@ -209,7 +209,8 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
 
 def fall(cause: "Cause") -> str:
     """The evidence for a cause."""
-    return f"if torch does the same, the difference falls from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
+    figures = f"from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
+    return f"if torch does the same, the difference falls {figures}"
 
 
 def diff_text(diff: "Diff") -> str:

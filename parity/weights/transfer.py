@@ -106,6 +106,11 @@ class Transfer:
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str | None:
+        from parity.report.html import fragment
+
+        return fragment(self)
+
     def text(self, width: int | None = None) -> str:
         """The result in words, no wider than so many columns; without a width one line for each leaf."""
         from parity.report.plan import transfer_text
