@@ -28,6 +28,7 @@ from parity.evidence.rule_check import RuleCheck as RuleCheck
 from parity.evidence.rule_check import check_rule as check_rule
 from parity.evidence.trace import trace as trace
 from parity.linen import Linen as Linen
+from parity.report.html import html_ready as html_ready
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check

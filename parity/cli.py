@@ -30,7 +30,6 @@ from rich.progress import (
 from rich.table import Table
 
 import parity
-from parity.report.html import ready
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 # Failing cases that are shown whole; the rest is in --json.
@@ -76,7 +75,7 @@ def check_command(
     chosen = [level.strip() for level in levels.split(",") if level.strip()]
     if html:
         # Before any work is done.
-        ready(Path(html))
+        parity.html_ready(html)
     console = Console(stderr=True)
     if not console.is_terminal and not as_json:
         print("comparing; most of a first run is compilation and takes about a minute", file=sys.stderr, flush=True)

@@ -4,11 +4,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from parity.errors import DivergenceError, InputError
 from parity.evidence.faults import Diagnosis, Isolation
 from parity.evidence.pictures import Picture
+
+if TYPE_CHECKING:
+    from parity.weights.transfer import Transfer
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
@@ -196,6 +199,7 @@ class Report:
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
+        transfer: how the parameters of the two correspond; None if they could not be paired.
     """
 
     levels: tuple[LevelResult, ...]
@@ -204,6 +208,7 @@ class Report:
     seed: int = 0
     notes: tuple[str, ...] = ()
     diagnosis: Diagnosis | None = None
+    transfer: "Transfer | None" = field(default=None, repr=False)
 
     @property
     def passed(self) -> bool:

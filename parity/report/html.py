@@ -52,18 +52,19 @@ def save_suite(result: "SuiteResult", path: str | os.PathLike[str]) -> Path:
 
 def written(path: Path, page: str) -> Path:
     """Put a page in its place, in one step."""
-    ready(path)
+    html_ready(path)
     with beside(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
 
 
-def ready(path: Path) -> None:
+def html_ready(path: str | os.PathLike[str]) -> None:
     """Tell what keeps a page from being made or written there.
 
     Raises:
         InputError: a package is missing, or the place cannot hold a file; all that is wrong at once.
     """
+    path = Path(path)
     missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
     problems = []
     if missing:
@@ -159,7 +160,7 @@ def report_view(report: "Report", key: str) -> dict[str, Any]:
         "tree": node_view(tree, key) if tree else None,
         "modules": sum(1 for _ in tree.walk()) if tree else 0,
         "unpaired": list(report.trace.unpaired) if report.trace else [],
-        "plan": plan_view(report.transfer) if getattr(report, "transfer", None) else None,
+        "plan": plan_view(report.transfer) if report.transfer else None,
         "environment": dict(report.environment),
         "seed": report.seed,
         "notes": [str(note) for note in report.notes],

@@ -17,7 +17,7 @@ import parity
 from parity.cli import app
 from parity.evidence.pictures import ERRORS, MAGNITUDES, picture
 from parity.evidence.result import Divergence, LevelResult, Report, Step, Trace
-from parity.report.html import fragment, ready, report_page
+from parity.report.html import fragment, report_page
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
@@ -170,7 +170,7 @@ def test_what_keeps_a_page_from_being_written_is_told_at_once(failing, tmp_path,
     with pytest.raises(
         parity.InputError, match=r"a page needs jinja2 and plotly, which are not installed: pip .*; there is no folder"
     ):
-        ready(tmp_path / "nowhere" / "report.html")
+        parity.html_ready(tmp_path / "nowhere" / "report.html")
     assert not list(tmp_path.iterdir())
 
 
