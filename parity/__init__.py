@@ -3,6 +3,10 @@
 Importing this package loads neither framework.
 """
 
+from parity.declared import Declared as Declared
+from parity.declared import Pair as Pair
+from parity.declared import check_file as check_file
+from parity.declared import pair as pair
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError

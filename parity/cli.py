@@ -63,16 +63,22 @@ def front(
 
 @app.command("check")
 def check_command(
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="a Python file with functions under @parity.pair")] = "",
     device: Annotated[str, typer.Option(help="cpu, gpu or all")] = "cpu",
-    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = ",".join(parity.LEVELS),
-    module: Annotated[str, typer.Option(help="only modules whose name contains this")] = "",
+    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = "",
+    module: Annotated[str, typer.Option(help="only modules or cases whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
-    seed: Annotated[int, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = None,
     html: Annotated[str, typer.Option(help="write the result to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
-    """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
-    chosen = [level.strip() for level in levels.split(",") if level.strip()]
+    """Prove level by level that the pairs of FILE are the same functions; without FILE the built-in wings.
+
+    FILE is Python and is run: it declares pairs of your own by functions under @parity.pair.
+    """
+    chosen = [level.strip() for level in levels.split(",") if level.strip()] or None
+    if file and full:
+        raise parity.InputError("--full belongs to the built-in suite; leave it out, or leave out FILE")
     if html:
         # Before any work is done.
         parity.html_ready(html)
@@ -85,7 +91,8 @@ def check_command(
         def advance(number: int, total: int, name: str) -> None:
             bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
-        result = parity.check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
+        shared: dict[str, Any] = dict(levels=chosen, module=module or None, device=device, progress=advance)
+        result = parity.check_file(file, seed=seed, **shared) if file else parity.check(full=full, seed=seed or 0, **shared)
     # The page first: what is printed is not lost if it cannot be written.
     failure = None
     try:
@@ -146,7 +153,7 @@ def show(result: parity.SuiteResult) -> None:
 def levels_table(result: parity.SuiteResult) -> Table:
     """One row for each module and device: how many cases passed each level, of how many to which it applies."""
     # Wide enough for every name, narrow enough for 80 columns.
-    table = Table(title="torch_impl against jax_impl\n", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(title=f"{escape(result.title)}\n", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("module", overflow="fold")
     for level in result.levels:
         table.add_column(level, justify="right")
@@ -177,7 +184,9 @@ def rows(result: parity.SuiteResult) -> list[tuple[str, list[str]]]:
 def cell(cases: list[parity.CaseResult], level: str) -> str:
     found = [r for case in cases if case.report for r in case.report.levels if r.level == level]
     applies = [r for r in found if r.status != "not applicable"]
-    return f"{sum(r.passed for r in applies)}/{len(applies)}" if applies else "n/a"
+    # A case that could not be compared has passed nothing.
+    of = len(applies) + sum(bool(case.error) for case in cases)
+    return f"{sum(r.passed for r in applies)}/{of}" if of else "n/a"
 
 
 def summary(result: parity.SuiteResult) -> str:
@@ -199,6 +208,35 @@ def summary(result: parity.SuiteResult) -> str:
     names = ("torch", "jax", "flax", "torch devices", "jax devices", "torch float32 products", "jax matmul precision")
     lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))
     return "\n".join(lines)
+
+
+@app.command("compare")
+def compare_command(
+    case: Annotated[
+        str, typer.Argument(metavar="FILE[::CASE]", help="a Python file, and the function in it under @parity.pair")
+    ],
+    device: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
+    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = "",
+    seed: Annotated[int | None, typer.Option(help="of probes, cotangents and jitter")] = None,
+    html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
+) -> None:
+    """Tell whether one pair of your own is the same function, and if not, where they part and why."""
+    chosen = [level.strip() for level in levels.split(",") if level.strip()] or None
+    if html:
+        parity.html_ready(html)
+    file, _, name = case.partition("::")
+    result = parity.check_file(file, levels=chosen, module=name or None, device=device, seed=seed)
+    names = [one.name for one in result.cases]
+    if len(names) > 1:
+        raise parity.InputError(f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}")
+    one = result.cases[0]
+    if one.report is None:
+        raise parity.InputError(one.error or one.skipped)
+    print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report)
+    if html:
+        print(f"page: {one.report.save_html(html, title=one.name)}", file=sys.stderr)
+    raise typer.Exit(0 if one.report.passed else 1)
 
 
 @app.command("transfer")

@@ -79,6 +79,7 @@ class SuiteResult:
         seed: of the whole run.
         seconds: it took.
         environment: versions, devices and what was pinned.
+        title: what was compared.
     """
 
     cases: tuple[CaseResult, ...]
@@ -86,6 +87,7 @@ class SuiteResult:
     seed: int = 0
     seconds: float = 0.0
     environment: dict[str, str] = field(default_factory=dict)
+    title: str = "torch_impl against jax_impl"
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -356,3 +358,16 @@ def environment() -> dict[str, str]:
         found |= loaded.environment()
         found[f"{loaded.NAME} gpu"] = loaded.gpu_missing() or "available"
     return found | {"trained encoder": why_missing() or "installed"}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is installed, without loading any of it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "jax", "flax", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

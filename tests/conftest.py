@@ -22,6 +22,9 @@ hypothesis.settings.register_profile("parity", deadline=None, derandomize=SEED =
 hypothesis.settings.load_profile("parity")
 
 
+pytest_plugins = ("pytester",)
+
+
 def pytest_report_header() -> str:
     return f"random tests: PARITY_TEST_SEED={SEED}"
 

@@ -6,12 +6,14 @@ The words are those of `parity.report.text`: a face of the product says what the
 import importlib.util
 import math
 import os
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parity.errors import InputError
 from parity.report import text
+from parity.report.data import as_data
 from parity.report.modules import Node, module_tree
 from parity.report.plan import how, sentences, sums
 from parity.weights.files import beside
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from parity.evidence.faults import Isolated
     from parity.evidence.pictures import Picture
     from parity.evidence.result import Diff, Report, Step, Trace
-    from parity.suite import SuiteResult
+    from parity.suite import CaseResult, SuiteResult
     from parity.weights.transfer import Transfer
 
 PAGE = Path(__file__).parent / "page"
@@ -83,37 +85,62 @@ def html_ready(path: str | os.PathLike[str]) -> None:
 
 def report_page(report: "Report", title: str = "") -> str:
     """The page of one comparison."""
-    return page(title or "Comparison", [report_view(report, "r0")], passed=report.passed)
+    view = report_view(report)
+    return page(title or "Comparison", [view], passed=report.passed, headline=view["headline"])
 
 
 def suite_page(result: "SuiteResult") -> str:
-    """The page of a suite: a table, and each case that has a report."""
-    cases = []
-    for number, case in enumerate(result.cases):
-        view = report_view(case.report, f"r{number}") if case.report else None
-        state = "skipped" if case.skipped else "passed" if case.passed else "failed"
-        cases.append({"name": case.name, "state": state, "said": case.skipped or case.error, "report": view, "case": case})
-    head = f"{sum(case.passed for case in result.ran)} of {len(result.ran)} cases agree" if result.ran else "nothing ran"
-    return page("Regression suite", [], passed=result.passed, headline=head, cases=cases, suite=result)
+    """The page of a suite: each case, those that did not pass open."""
+    return cases_page([case_view(case) for case in result.cases], result.title)
 
 
-def page(title: str, reports: list[dict[str, Any]], **values: Any) -> str:
+def save_cases(cases: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], title: str = "Comparisons") -> Path:
+    """Write the page of cases that `case_view` made; as `save_report`."""
+    return written(Path(path), cases_page(cases, title))
+
+
+def case_view(case: "CaseResult") -> dict[str, Any]:
+    """A case as plain data, which may travel between processes as JSON."""
+    state = "skipped" if case.skipped else "passed" if case.passed else "failed"
+    said = case.skipped or case.error or ("refused by both sides, as it must be" if case.refused else "")
+    report = report_view(case.report) if case.report else None
+    return {"name": case.name, "state": state, "said": said, "report": report}
+
+
+def cases_page(cases: Sequence[Mapping[str, Any]], title: str) -> str:
+    ran = [case for case in cases if case["state"] != "skipped"]
+    agree = sum(case["state"] == "passed" for case in ran)
+    head = f"{agree} of {len(ran)} cases agree" if ran else "nothing ran"
+    return page(title, [], passed=bool(ran) and agree == len(ran), headline=head, cases=cases)
+
+
+def page(
+    title: str, reports: Sequence[Mapping[str, Any]], *, passed: bool, headline: str, cases: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """A whole document."""
-    views = [*reports, *(case["report"] for case in values.get("cases", ()) if case["report"])]
-    drawn = {view["id"]: view["drawn"] for view in views if view["drawn"]}
-    values.setdefault("headline", reports[0]["headline"] if reports else "")
-    values.setdefault("cases", [])
+    drawn: dict[str, Any] = {}
+
+    def numbered(view: Mapping[str, Any], number: int) -> dict[str, Any]:
+        # Elements of the page are found by short names.
+        if view["drawn"]:
+            drawn[f"r{number}"] = view["drawn"]
+        return {**view, "id": f"r{number}"}
+
+    shown = [numbered(view, number) for number, view in enumerate(reports)]
+    inside = [{**case, "report": case["report"] and numbered(case["report"], number)} for number, case in enumerate(cases)]
     return (
         templates()
         .get_template("page.html.j2")
         .render(
             title=title,
-            reports=reports,
+            headline=headline,
+            passed=passed,
+            reports=shown,
+            cases=inside,
             drawn=drawn,
             style=(PAGE / "page.css").read_text(encoding="utf-8"),
             script=(PAGE / "page.js").read_text(encoding="utf-8"),
             plotly=plotly() if drawn else "",
-            **values,
         )
     )
 
@@ -131,7 +158,7 @@ def fragment_values(result: Any) -> dict[str, Any]:
     kind = type(result).__name__
     passed = result.passed
     if kind == "Report":
-        return {"passed": passed, "headline": text.headline(result), "view": report_view(result, "n"), "body": str(result)}
+        return {"passed": passed, "headline": text.headline(result), "view": report_view(result), "body": str(result)}
     if kind == "Transfer":
         return {"passed": passed, "headline": sums(result), "plan": plan_view(result), "body": ""}
     lines = str(result).splitlines()
@@ -141,30 +168,30 @@ def fragment_values(result: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- one comparison
 
 
-def report_view(report: "Report", key: str) -> dict[str, Any]:
+def report_view(report: "Report") -> dict[str, Any]:
     """All that the page of a comparison shows, in words and numbers."""
     tree = module_tree(report)
     faults = report.diagnosis.isolation.faults if report.diagnosis else ()
     found = report.trace.first_divergence() if report.trace else None
     return {
-        "id": key,
         "headline": text.headline(report),
         "passed": report.passed,
         "levels": [
-            {"result": level, "sign": text.SIGNS[level.status], "proves": proves(level.level)} for level in report.levels
+            {"result": as_data(level), "sign": text.SIGNS[level.status], "proves": proves(level.level)}
+            for level in report.levels
         ],
         "divergence": text.divergence_lines(found) if found else [],
         "wrong": text.wrong_modules(report.diagnosis.isolation) if report.diagnosis and faults else "",
         "faults": [fault_view(report, one) for one in faults],
         "next": next_step(report),
-        "tree": node_view(tree, key) if tree else None,
+        "tree": node_view(tree) if tree else None,
         "modules": sum(1 for _ in tree.walk()) if tree else 0,
         "unpaired": list(report.trace.unpaired) if report.trace else [],
         "plan": plan_view(report.transfer) if report.transfer else None,
         "environment": dict(report.environment),
         "seed": report.seed,
         "notes": [str(note) for note in report.notes],
-        "drawn": drawings(report, tree, key) if tree else None,
+        "drawn": drawings(report, tree) if tree else None,
     }
 
 
@@ -202,11 +229,10 @@ def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
     }
 
 
-def node_view(node: Node, key: str) -> dict[str, Any]:
+def node_view(node: Node) -> dict[str, Any]:
     """A module for the tree."""
     ratio = node.ratio
     return {
-        "id": f"{key}:{node.path}",
         "name": node.name or "the model",
         "path": node.path,
         "mark": node.mark,
@@ -218,7 +244,7 @@ def node_view(node: Node, key: str) -> dict[str, Any]:
         "alone": node.alone,
         "lines": node_lines(node),
         "drawn": any(step.pictures for step in node.steps),
-        "children": [node_view(child, key) for child in node.children],
+        "children": [node_view(child) for child in node.children],
     }
 
 
@@ -260,7 +286,7 @@ def plan_view(transfer: "Transfer") -> dict[str, Any]:
 # --------------------------------------------------------------------------- numbers to draw
 
 
-def drawings(report: "Report", tree: Node, key: str) -> dict[str, Any] | None:
+def drawings(report: "Report", tree: Node) -> dict[str, Any] | None:
     """What the page draws, by module; None if there are no pictures."""
     assert report.trace is not None or tree is not None
     steps = report.trace.steps if report.trace else ()
@@ -271,7 +297,7 @@ def drawings(report: "Report", tree: Node, key: str) -> dict[str, Any] | None:
     return {
         "errors": [float(edge) for edge in ERRORS],
         "course": [[named_call(step), finite(step.ratio), step.agrees] for step in steps],
-        "modules": {f"{key}:{node.path}": [drawing(s, p) for s in node.steps for p in s.pictures] for node in tree.walk()},
+        "modules": {node.path: [drawing(s, p) for s in node.steps for p in s.pictures] for node in tree.walk()},
     }
 
 

@@ -85,10 +85,9 @@ function pictures(box, list, errors) {
 }
 
 function drawPictures(box) {
-  const id = box.dataset.pictures;
-  const from = drawn[id.slice(0, id.indexOf(":"))];
+  const from = drawn[box.dataset.report];
   box.replaceChildren();
-  pictures(box, from.modules[id] || [], from.errors);
+  pictures(box, from.modules[box.dataset.pictures] || [], from.errors);
 }
 
 function drawCourse(box) {
