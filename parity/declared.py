@@ -150,8 +150,8 @@ def place(error: BaseException, path: Path | None = None) -> str:
     """Where the user's own code raised: its innermost line in one file, or outside of installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if (f.filename == str(path) if path else "site-packages" not in f.filename)]
-    last = (mine or list(frames) or [None])[-1]
-    return f"{last.filename}:{last.lineno}" if last else "no line is known"
+    found = mine or list(frames)
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else "no line is known"
 
 
 def run_declared(
