@@ -1,0 +1,53 @@
+"""What the documentation claims: every row of its tables is computed."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from flax import linen, nnx
+from torch import nn
+from torch.nn import functional as F
+
+DOCS = Path(__file__).parents[1] / "docs"
+# `expression` → `value`, in a cell.
+CLAIM = re.compile(r"`([^`]+)` → `([^`]+)`")
+
+
+def default(function: Any, name: str) -> Any:
+    found = inspect.signature(function).parameters[name].default
+    return None if found is inspect.Parameter.empty else found
+
+
+def raises(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+NAMES = dict(torch=torch, nn=nn, F=F, nnx=nnx, linen=linen, jax=jax, jnp=jnp, optax=optax, default=default, raises=raises)
+NAMES |= dict(q=torch.ones(1, 3), k=torch.ones(2, 3), v=torch.tensor([[1.0], [2.0]]))
+NAMES |= dict(
+    qj=jnp.ones((1, 1, 1, 3)), kj=jnp.ones((1, 2, 1, 3)), vj=jnp.ones((1, 2, 1, 3)) * jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)
+)
+
+
+def rows() -> list[tuple[str, list[tuple[str, str]]]]:
+    text = (DOCS / "defaults.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [(row[0], CLAIM.findall(" | ".join(row))) for row in cells if row[0] != "What"]
+
+
+@pytest.mark.parametrize(("what", "claims"), rows(), ids=[what for what, _ in rows()])
+def test_a_default_is_what_the_table_says(what, claims):
+    assert len(claims) == 2, "each row has one claim for each side"
+    for expression, value in claims:
+        assert eval(expression, {**NAMES, "r": nnx.Rngs(0)}) == ast.literal_eval(value), expression
