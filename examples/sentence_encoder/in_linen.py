@@ -7,18 +7,18 @@ from flax import linen as nn
 WIDTH, HEADS, INNER, LAYERS, VOCABULARY, LONGEST, EPS = 384, 12, 1536, 6, 30522, 512, 1e-12
 
 RENAME = {
-    "bert.embeddings.word_embeddings": "words",
-    "bert.embeddings.position_embeddings": "positions",
-    "bert.embeddings.token_type_embeddings": "kinds",
-    "bert.embeddings.LayerNorm": "norm",
-    "bert.encoder.layer.{i}.attention.self.query": "layer_{i}.query",
-    "bert.encoder.layer.{i}.attention.self.key": "layer_{i}.key",
-    "bert.encoder.layer.{i}.attention.self.value": "layer_{i}.value",
-    "bert.encoder.layer.{i}.attention.output.dense": "layer_{i}.mix",
-    "bert.encoder.layer.{i}.attention.output.LayerNorm": "layer_{i}.mix_norm",
-    "bert.encoder.layer.{i}.intermediate.dense": "layer_{i}.widen",
-    "bert.encoder.layer.{i}.output.dense": "layer_{i}.narrow",
-    "bert.encoder.layer.{i}.output.LayerNorm": "layer_{i}.norm",
+    "embeddings.word_embeddings": "words",
+    "embeddings.position_embeddings": "positions",
+    "embeddings.token_type_embeddings": "kinds",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.{i}.attention.self.query": "layer_{i}.query",
+    "encoder.layer.{i}.attention.self.key": "layer_{i}.key",
+    "encoder.layer.{i}.attention.self.value": "layer_{i}.value",
+    "encoder.layer.{i}.attention.output.dense": "layer_{i}.mix",
+    "encoder.layer.{i}.attention.output.LayerNorm": "layer_{i}.mix_norm",
+    "encoder.layer.{i}.intermediate.dense": "layer_{i}.widen",
+    "encoder.layer.{i}.output.dense": "layer_{i}.narrow",
+    "encoder.layer.{i}.output.LayerNorm": "layer_{i}.norm",
 }
 
 

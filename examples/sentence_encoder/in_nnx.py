@@ -9,18 +9,18 @@ WIDTH, HEADS, INNER, LAYERS, VOCABULARY, LONGEST, EPS = 384, 12, 1536, 6, 30522,
 
 # What the checkpoint calls it: what it is called here.
 RENAME = {
-    "bert.embeddings.word_embeddings": "words",
-    "bert.embeddings.position_embeddings": "positions",
-    "bert.embeddings.token_type_embeddings": "kinds",
-    "bert.embeddings.LayerNorm": "norm",
-    "bert.encoder.layer.{i}.attention.self.query": "layers.{i}.query",
-    "bert.encoder.layer.{i}.attention.self.key": "layers.{i}.key",
-    "bert.encoder.layer.{i}.attention.self.value": "layers.{i}.value",
-    "bert.encoder.layer.{i}.attention.output.dense": "layers.{i}.mix",
-    "bert.encoder.layer.{i}.attention.output.LayerNorm": "layers.{i}.mix_norm",
-    "bert.encoder.layer.{i}.intermediate.dense": "layers.{i}.widen",
-    "bert.encoder.layer.{i}.output.dense": "layers.{i}.narrow",
-    "bert.encoder.layer.{i}.output.LayerNorm": "layers.{i}.norm",
+    "embeddings.word_embeddings": "words",
+    "embeddings.position_embeddings": "positions",
+    "embeddings.token_type_embeddings": "kinds",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.{i}.attention.self.query": "layers.{i}.query",
+    "encoder.layer.{i}.attention.self.key": "layers.{i}.key",
+    "encoder.layer.{i}.attention.self.value": "layers.{i}.value",
+    "encoder.layer.{i}.attention.output.dense": "layers.{i}.mix",
+    "encoder.layer.{i}.attention.output.LayerNorm": "layers.{i}.mix_norm",
+    "encoder.layer.{i}.intermediate.dense": "layers.{i}.widen",
+    "encoder.layer.{i}.output.dense": "layers.{i}.narrow",
+    "encoder.layer.{i}.output.LayerNorm": "layers.{i}.norm",
 }
 
 
