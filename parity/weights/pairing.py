@@ -21,7 +21,7 @@ from parity.weights.claims import (
     undecided,
     unmarked,
 )
-from parity.weights.computed import as_wrapped, computed
+from parity.weights.computed import as_wrapped, computed, normed
 from parity.weights.cuts import cut_as_named, stack_hints
 from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
@@ -226,9 +226,10 @@ def looked_up(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
     index, met = indexed(targets, sides), Met()
     for leaf in sources:
         tries = tried(leaf, renames, sides)
-        met.used |= {one.entry.key.text for _, one in tries if one}
-        rivals = (renames.rivals(name) for name, one in tries if one)
-        met.problems += [rival for rival in dict.fromkeys(rivals) if rival and rival not in met.problems]
+        if renamed := [(name, one) for name, one in tries if one]:
+            met.used |= {one.entry.key.text for _, one in renamed}
+            rivals = (renames.rivals(name) for name, _ in renamed)
+            met.problems += [rival for rival in dict.fromkeys(rivals) if rival and rival not in met.problems]
         found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
             met.stray.append((leaf, found))
@@ -256,7 +257,8 @@ Try = tuple[str, Renamed | None]
 
 def tried(leaf: Leaf, renames: Rename, sides: Sides) -> list[Try]:
     """Every name of a source leaf, with what rename makes of it."""
-    return [(name, renames.find(name)) for name in names_in(leaf, *sides)]
+    names = names_in(leaf, *sides)
+    return [(name, renames.find(name)) for name in names] if renames.entries else [(name, None) for name in names]
 
 
 def led(tries: list[Try]) -> list[Try]:
@@ -303,8 +305,8 @@ def with_norms(
 ) -> tuple[list[Leaf], list[Leaf], Layers]:
     """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
     first = sides[0] == "torch"
-    found = [one for one in computed(sources if first else targets) if one.kind == "weight_norm"]
-    if sides[0] == sides[1] or not found:
+    found = computed(sources if first else targets, (normed,)) if sides[0] != sides[1] else []
+    if not found:
         return sources, targets, layers
     asked = asking(sources, targets, renames, sides)
     if first:
@@ -528,9 +530,11 @@ def unexpected(
     unnamed: Mapping[str, str],
 ) -> list[Unpaired]:
     """The leaves of the source that lead nowhere, or to several leaves; `unnamed` has reasons that are known already."""
+    if not lonely:
+        return []
     known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     known = {other.path: other.path for other in targets} | known
-    names, told = Names(known if lonely else ()), list[Unpaired]()
+    names, told = Names(known), list[Unpaired]()
     for leaf, found in lonely:
         near: list[str] = []
         if found:
@@ -549,8 +553,10 @@ def unexpected(
 
 def missing(empty: list[Leaf], sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> list[Unpaired]:
     """The leaves of the target that nothing arrives for."""
+    if not empty:
+        return []
     used = {source.path for source in taken.values()}
-    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used} if empty else {}
+    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     names, told = Names(known), list[Unpaired]()
     for leaf in empty:
         looked_for = join(leaf.owner, torch_name(leaf, sides[1]))

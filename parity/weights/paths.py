@@ -204,7 +204,7 @@ class Rename:
 
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
-        found = self.find(path) or self.find(self.shorter(path))
+        found = (self.find(path) or self.find(self.shorter(path))) if self.entries else None
         return (found.name, found.entry.key.text) if found else (self.shorter(path), None)
 
     def shortened(self, shorter: Callable[[str], str]) -> "Rename":
@@ -241,6 +241,8 @@ def unclear(entry: Renaming) -> str:
 
 def bare(name: str) -> str:
     """A name without the slice behind it."""
+    if not name.endswith("]"):
+        return name
     return re.sub(r"( \|[^\[\]]*)?\[[^\[\]]*\]$", "", name)
 
 
@@ -252,20 +254,30 @@ def in_order(paths: Iterable[str]) -> list[str]:
     children: dict[str, dict[str, None]] = {}
     paths = list(paths)
     for path in paths:
-        for owner, part in steps(path):
-            children.setdefault(owner, {})[part] = None
+        known = False
+        while path and not known:
+            path, part = split(path)
+            parts = children.setdefault(path, {})
+            # Then all above it is known too.
+            known = part in parts
+            parts[part] = None
     ranks = {owner: {part: rank for rank, part in enumerate(numbered(list(parts)))} for owner, parts in children.items()}
-    return sorted(paths, key=lambda path: [ranks[owner][part] for owner, part in steps(path)])
-
-
-def steps(path: str) -> list[tuple[str, str]]:
-    """Each part of a path, behind the path of its owner."""
-    parts = path.split(".")
-    return [(".".join(parts[:depth]), part) for depth, part in enumerate(parts)]
+    places: dict[str, tuple[int, ...]] = {"": ()}
+    for path in paths:
+        behind: list[tuple[str, str, str]] = []
+        while path not in places:
+            owner, part = split(path)
+            behind.append((path, owner, part))
+            path = owner
+        for path, owner, part in reversed(behind):
+            places[path] = (*places[owner], ranks[owner][part])
+    return sorted(paths, key=places.__getitem__)
 
 
 def numbered(parts: list[str]) -> list[str]:
     """Siblings, those that differ by a number at the end alone in its order, at the places that they had."""
+    if not any(part[-1:].isdigit() for part in parts):
+        return parts
     found = {part: found.groups() for part in parts if (found := re.fullmatch(r"(.*?)([0-9]+)", part, re.DOTALL))}
     stems: dict[str, list[tuple[int, str]]] = {}
     for part, (stem, number) in found.items():
