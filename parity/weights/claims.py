@@ -83,8 +83,19 @@ def other_names(leaf: Leaf, side: str) -> list[str]:
     return found
 
 
-def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
+def names_by_layer(leaf: Leaf, side: Side) -> list[str]:
+    """All names of a leaf, likeliest first, where its own layer alone decides them; otherwise none. So it is with most."""
+    owner, name = split(leaf.path)
+    if not leaf.kinds or leaf.claims or leaf.mark or leaf.also or leaf.owner != owner or leaf.name != name:
+        return []
+    front = f"{owner}." if owner else ""
+    return [f"{front}{one}" for one in index().names(leaf.kinds, name, side)]
+
+
+def names_in(leaf: Leaf, side: Side, other: Side) -> list[str]:
     """The names by which a source leaf looks for its counterpart, likeliest first."""
+    if side != other and (names := names_by_layer(leaf, side)):
+        return names
     if leaf.mark:
         return [f"{name}{leaf.mark}" for name in names_in(unmarked(leaf), side, other)]
     names = [join(owner, name) for owner in owners(leaf) for name in torch_names(leaf.kinds, leaf.name, side)]
@@ -123,6 +134,8 @@ def readings(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]
     found = [
         entry for entry in common(torch_leaf, flax_leaf) or lent(torch_leaf, flax_leaf) if holds(entry, flax_leaf, flax_layers)
     ]
+    if len(found) < 2:
+        return found
     # A class of Flax may stand for several of torch, as nnx.Conv does: the shapes tell which.
     fitting = [entry for entry in found if entry.layout.between(torch_leaf.shape, flax_leaf.shape)]
     return fitting or found
@@ -220,12 +233,14 @@ def asking(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sid
     return lambda leaf: any(name in known() for name in known_names(leaf, "torch"))
 
 
-def known_names(leaf: Leaf, side: str) -> list[str]:
-    """The names by which a target leaf may be found: its own first, then those by the rows of layers."""
+def known_names(leaf: Leaf, side: Side, *, rows: bool = True) -> list[str]:
+    """The names by which a target leaf may be found: its own first, then those by the rows of layers (`rows`)."""
+    if rows and (names := names_by_layer(leaf, side)):
+        return [leaf.path, *names]
     if leaf.mark:
-        return [f"{name}{leaf.mark}" for name in known_names(unmarked(leaf), side)]
+        return [f"{name}{leaf.mark}" for name in known_names(unmarked(leaf), side, rows=rows)]
     names = [join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, side), leaf.name)]
-    return [leaf.path, *names, *other_names(leaf, side)]
+    return [leaf.path, *names, *(other_names(leaf, side) if rows else ())]
 
 
 def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> list[Leaf]:

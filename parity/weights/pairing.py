@@ -13,8 +13,6 @@ from parity.weights.claims import (
     claimed,
     known_names,
     names_in,
-    other_names,
-    owners,
     reading,
     set_apart,
     torch_names,
@@ -369,11 +367,7 @@ def indexed(leaves: list[Leaf], sides: Sides) -> dict[str, list[Leaf]]:
     exact: dict[str, list[Leaf]] = {leaf.path: [leaf] for leaf in leaves}
     derived: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        names = [
-            join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, sides[1]), leaf.name)
-        ]
-        names += other_names(leaf, sides[1]) if sides[0] != sides[1] else []
-        for path in dict.fromkeys(f"{name}{leaf.mark}" for name in names):
+        for path in dict.fromkeys(known_names(leaf, sides[1], rows=sides[0] != sides[1])):
             if path not in exact and leaf not in derived.setdefault(path, []):
                 derived[path].append(leaf)
     return derived | exact
@@ -716,7 +710,7 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         for path in dict.fromkeys((layer.path, layer.own_path, *further)):
             other.setdefault(path, []).append(layer)
     for layer in mine_known:
-        paths = (layer.path, layer.own_path, *layer.also)
+        paths = dict.fromkeys((layer.path, layer.own_path, *layer.also))
         names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also]
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)

@@ -254,23 +254,23 @@ def in_order(paths: Iterable[str]) -> list[str]:
     children: dict[str, dict[str, None]] = {}
     paths = list(paths)
     for path in paths:
-        known = False
-        while path and not known:
-            path, part = split(path)
-            parts = children.setdefault(path, {})
+        rest, known = path, False
+        while rest and not known:
+            rest, part = split(rest)
+            parts = children.setdefault(rest, {})
             # Then all above it is known too.
             known = part in parts
             parts[part] = None
     ranks = {owner: {part: rank for rank, part in enumerate(numbered(list(parts)))} for owner, parts in children.items()}
     places: dict[str, tuple[int, ...]] = {"": ()}
     for path in paths:
-        behind: list[tuple[str, str, str]] = []
-        while path not in places:
-            owner, part = split(path)
-            behind.append((path, owner, part))
-            path = owner
-        for path, owner, part in reversed(behind):
-            places[path] = (*places[owner], ranks[owner][part])
+        rest, below = path, list[tuple[str, str, str]]()
+        while rest not in places:
+            owner, part = split(rest)
+            below.append((rest, owner, part))
+            rest = owner
+        for inner, owner, part in reversed(below):
+            places[inner] = (*places[owner], ranks[owner][part])
     return sorted(paths, key=places.__getitem__)
 
 

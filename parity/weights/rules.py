@@ -557,6 +557,7 @@ class Index:
         kept = functools.lru_cache(maxsize=4096)
         self.nearest = kept(self.find_nearest)
         self.entries = kept(self.find_entries)
+        self.names = kept(self.find_names)
         self.shared_entries = kept(self.find_shared_entries)
         self.inner_names = kept(self.find_inner_names)
         self.row_of = kept(self.find_row_of)
@@ -569,6 +570,12 @@ class Index:
     def find_entries(self, kinds: tuple[str, ...], name: str, side: Side) -> list[LeafRule]:
         """The entries of those rows for an array, by its name on one side."""
         return [entry for rule in self.nearest(kinds) for entry in rule.entries(name, side)]
+
+    def find_names(self, kinds: tuple[str, ...], name: str, side: Side) -> list[str]:
+        """The names of an array in its layer, likeliest first: its own and those that it has on the other side."""
+        entries = self.entries(kinds, name, side)
+        found = [name, *(entry.flax for entry in entries)] if side == "torch" else [*(entry.torch for entry in entries), name]
+        return list(dict.fromkeys(found))
 
     def find_shared_entries(
         self, torch_kinds: tuple[str, ...], torch_name: str, flax_kinds: tuple[str, ...], flax_name: str

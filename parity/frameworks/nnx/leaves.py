@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx.training.metrics import MetricState
 
 from parity.errors import InputError
+from parity.frameworks.classes import asked_once
 from parity.frameworks.jax.arrays import unreadable
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.mirrors import argument
@@ -97,22 +98,22 @@ def walk_with_parts(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...
 # for traced variables too, takes longer than all else here. A tracer may be one, so that each is asked itself.
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def is_node(kind: Any) -> bool:
     return issubclass(kind, (*NODES, jax.core.Tracer))
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def is_leaf(kind: Any) -> bool:
     return issubclass(kind, (*LEAVES, jax.core.Tracer))
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def is_array(kind: Any) -> bool:
     return issubclass(kind, ARRAYS)
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def left_out_by_torch(kind: Any) -> str | None:
     """The part of a module of a class of which torch's paths know nothing."""
     if issubclass(kind, nnx.Sequential):
@@ -126,7 +127,7 @@ def parts(node: Any) -> list[tuple[str, Any]]:
     return parts_of(type(node))(node)
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def parts_of(kind: Any) -> Callable[[Any], list[tuple[str, Any]]]:
     """What lists the parts of the instances of a class."""
     if issubclass(kind, LISTS):
@@ -134,7 +135,7 @@ def parts_of(kind: Any) -> Callable[[Any], list[tuple[str, Any]]]:
     if issubclass(kind, Mapping):
         return lambda node: [(key_name(key), child) for key, child in node.items()]
     if issubclass(kind, nnx.Pytree):
-        return lambda node: [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")]
+        return lambda node: [item for item in vars(node).items() if item[0][:9] != "_pytree__"]
     return lambda node: []
 
 
@@ -145,11 +146,10 @@ def key_name(key: Any) -> str:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
-    kind: Any = type(module)
-    return names_of(kind)
+    return names_of(type(module))
 
 
-@functools.lru_cache(maxsize=256)
+@asked_once
 def names_of(kind: Any) -> tuple[str, ...]:
     names = []
     for cls in kind.__mro__:
@@ -173,7 +173,7 @@ def role_of(variable: Any) -> Role:
     return next((role for kinds, role in ROLES if isinstance(variable, kinds)), "buffer")
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def role_of_class(kind: Any) -> Role:
     return next((role for kinds, role in ROLES if issubclass(kind, kinds)), "buffer")
 
@@ -249,7 +249,7 @@ def is_plain(variable: Any, method: str) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def inherits(kind: Any, method: str) -> bool:
     """Whether a class of variables leaves a method as Flax has it."""
     return getattr(kind, method) is getattr(nnx.Variable, method)
@@ -280,7 +280,7 @@ def function_kind(value: Any) -> str:
     return f"{room}.{getattr(function, '__name__', '')}" if room else ""
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def may_be_function(kind: Any) -> bool:
     """Whether an attribute of a class may be a function of jax: most are numbers, variables and modules."""
     return not is_node(kind) and not issubclass(kind, (type, int, float, str, type(None)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from parity.errors import InputError
+from parity.frameworks.classes import asked_once
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.paths import split
 from parity.weights.side_by_side import batches, side_by_side
@@ -103,7 +104,7 @@ def kinds(module: nn.Module) -> tuple[str, ...]:
     return names_of(type(module))
 
 
-@functools.lru_cache(maxsize=1024)
+@asked_once
 def names_of(kind: Any) -> tuple[str, ...]:
     names = []
     for cls in kind.__mro__:
@@ -116,16 +117,31 @@ def make_leaf(path: str, tensor: Tensor, names: tuple[str, ...], role: Role) -> 
     owner, name = split(path)
 
     def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
-        if not dense(tensor):
+        if not dense(tensor) or tensor.is_conj() or tensor.is_neg():
             return to_numpy(tensor).transpose(axes)
         # jax cannot permute without a copy, but it takes the strides of a permuted array as they come.
-        return Shared(tensor.detach().permute(axes), tuple(range(tensor.ndim)))
+        kept = tuple(range(tensor.ndim))
+        permuted = tensor.detach() if axes == kept else tensor.detach().permute(axes)
+        return Shared(Lent(permuted) if tensor.is_cpu and not tensor.is_pinned() else permuted, kept)
 
     def read() -> np.ndarray:
         return to_numpy(tensor)
 
     dtype, reason = dtype_name(tensor), unreadable(tensor)
     return Leaf(path, owner, name, names, tuple(tensor.shape), dtype, role, identity_of(tensor), read, share, reason)
+
+
+class Lent:
+    """A dense tensor in plain memory of the host, for `from_dlpack`: to say so takes torch itself as long as all the rest."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.data_ptr = tensor, tensor.data_ptr
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return torch.utils.dlpack.DLDeviceType.kDLCPU, 0
+
+    def __dlpack__(self, *, stream: None = None) -> Any:
+        return torch.utils.dlpack.to_dlpack(self.tensor)  # type: ignore[attr-defined]
 
 
 def dense(tensor: Tensor) -> bool:
