@@ -63,19 +63,25 @@ class Names:
     def __init__(self, names: Iterable[str]):
         self.names = list(names)
         self.counts = np.array([counts(name) for name in self.names], np.int16).reshape(len(self.names), COLUMNS)
+        self.sums = halves(self.counts)
 
     def nearest(self, path: str, count: int = 1) -> list[str]:
         """The names most like a path, best first; none if nothing is alike."""
         if not self.names:
             return []
-        common = np.minimum(self.counts, counts(path))
-        letters, parts = (half.sum(1) for half in np.split(common, 2, axis=1))
-        size, depth = (half.sum(1) for half in np.split(self.counts + counts(path), 2, axis=1))
+        mine = counts(path)[None]
+        letters, parts = halves(np.minimum(self.counts, mine))
+        size, depth = (theirs + own for theirs, own in zip(self.sums, halves(mine), strict=True))
         # No likeness is above this one.
         order = np.argsort(-(letters / np.maximum(size, 1) + parts / depth), kind="stable")[: self.COMPARED]
         found = [(likeness(path, self.names[i]), self.names[i]) for i in sorted(order)]
         ranked = sorted(found, key=lambda one: sum(one[0]), reverse=True)
         return [name for (letters, parts), name in ranked[:count] if letters + parts > 1.15 or letters > 0.85]
+
+
+def halves(counts: np.ndarray) -> list[np.ndarray]:
+    """How many letters, and how many parts, are counted in each row."""
+    return [half.sum(1) for half in np.split(counts, 2, axis=1)]
 
 
 def counts(path: str) -> np.ndarray:
