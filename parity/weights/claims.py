@@ -15,7 +15,7 @@ from typing import Any
 from parity.weights import rules
 from parity.weights.leaf import Claim, Layer, Leaf
 from parity.weights.paths import Rename, join, split
-from parity.weights.rules import TORCH_NAMES, Alone, LeafRule, Rule, Side, rows_for
+from parity.weights.rules import TORCH_NAMES, Alone, LeafRule, Rule, Side, entries_for, index, rows_for
 
 Sides = tuple[Any, ...]
 Layers = tuple[list[Layer], list[Layer]]
@@ -26,17 +26,11 @@ def claimed(leaves: list[Leaf], layers: list[Layer]) -> list[Leaf]:
     ruled = {
         path: (layer, names)
         for layer in layers
-        if (names := inner_names(layer.kinds))
+        if (names := index().inner_names(layer.kinds))
         for path in (*layer.also, layer.path, layer.own_path)
     }
     claims = [tuple(claims_on(leaf, ruled)) for leaf in leaves] if ruled else [()] * len(leaves)
     return [replace(leaf, claims=found) if found else leaf for leaf, found in zip(leaves, claims, strict=True)]
-
-
-def inner_names(kinds: tuple[str, ...]) -> set[str]:
-    """The names of arrays in layers inside a layer that its rows give."""
-    names = (name for rule in rows_for(kinds) for leaf in rule.leaves for name in (leaf.torch, leaf.flax))
-    return {name.partition("[")[0] for name in names if "." in name}
 
 
 def claims_on(leaf: Leaf, ruled: Mapping[str, tuple[Layer, set[str]]]) -> list[Claim]:
@@ -56,13 +50,15 @@ def torch_names(kinds: tuple[str, ...], name: str, side: str) -> list[str]:
     """What torch may call an array of a layer, likeliest first."""
     if side == "torch":
         return [name]
-    known = [entry.torch for rule in rows_for(kinds) for entry in rule.entries(name, "flax")]
+    known = [entry.torch for entry in entries_for(kinds, name, "flax")]
     return list(dict.fromkeys(known)) or [name if kinds else TORCH_NAMES.get(name, name)]
 
 
 def owners(leaf: Leaf) -> list[str]:
     """The paths under which a leaf's layer may be known: torch's words, its own words, `layers` left out."""
     own = split(leaf.path)[0]
+    if leaf.kinds and not leaf.also:
+        return [own] if own == leaf.owner else [leaf.owner, own]
     found = [leaf.owner, own, *leaf.also]
     if not leaf.kinds:
         # In a tree nothing tells an nnx.Sequential from a list that is called layers: any of them may be one.
@@ -79,17 +75,27 @@ def owners(leaf: Leaf) -> list[str]:
 def other_names(leaf: Leaf, side: str) -> list[str]:
     """Further names of a leaf by the rows of its layer and of those further up: torch's for Flax, and Flax's for torch."""
     found = [join(claim.owner, claim.name) for claim in leaf.claims] if side == "torch" else []
-    for claim in (*leaf.claims, Claim(leaf.owner, leaf.name, leaf.kinds)):
+    for owner, name, kinds in (*leaf.claims, (leaf.owner, leaf.name, leaf.kinds)):
         if side == "flax":
-            found += [join(claim.owner, name) for name in torch_names(claim.kinds, claim.name, side)] if claim.kinds else []
+            found += [join(owner, one) for one in torch_names(kinds, name, side)] if kinds else []
         else:
-            entries = [entry for rule in rows_for(claim.kinds) for entry in rule.entries(claim.name, "torch")]
-            found += [join(claim.owner, entry.flax) for entry in entries]
+            found += [join(owner, entry.flax) for entry in entries_for(kinds, name, "torch")]
     return found
 
 
-def names_in(leaf: Leaf, side: str, other: str) -> list[str]:
+def names_by_layer(leaf: Leaf, side: Side) -> list[str]:
+    """All names of a leaf, likeliest first, where its own layer alone decides them; otherwise none. So it is with most."""
+    owner, name = split(leaf.path)
+    if not leaf.kinds or leaf.claims or leaf.mark or leaf.also or leaf.owner != owner or leaf.name != name:
+        return []
+    front = f"{owner}." if owner else ""
+    return [f"{front}{one}" for one in index().names(leaf.kinds, name, side)]
+
+
+def names_in(leaf: Leaf, side: Side, other: Side) -> list[str]:
     """The names by which a source leaf looks for its counterpart, likeliest first."""
+    if side != other and (names := names_by_layer(leaf, side)):
+        return names
     if leaf.mark:
         return [f"{name}{leaf.mark}" for name in names_in(unmarked(leaf), side, other)]
     names = [join(owner, name) for owner in owners(leaf) for name in torch_names(leaf.kinds, leaf.name, side)]
@@ -128,6 +134,8 @@ def readings(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]
     found = [
         entry for entry in common(torch_leaf, flax_leaf) or lent(torch_leaf, flax_leaf) if holds(entry, flax_leaf, flax_layers)
     ]
+    if len(found) < 2:
+        return found
     # A class of Flax may stand for several of torch, as nnx.Conv does: the shapes tell which.
     fitting = [entry for entry in found if entry.layout.between(torch_leaf.shape, flax_leaf.shape)]
     return fitting or found
@@ -135,13 +143,13 @@ def readings(torch_leaf: Leaf, flax_leaf: Leaf, flax_layers: Mapping[str, Layer]
 
 def common(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
     """The entries of rows that name both leaves."""
+    if not torch_leaf.claims and not flax_leaf.claims:
+        return index().shared_entries(torch_leaf.kinds, torch_leaf.name, flax_leaf.kinds, flax_leaf.name)
     return [
         entry
         for mine in views(torch_leaf)
         for theirs in views(flax_leaf)
-        for rule in rows_for(mine.kinds)
-        for entry in rule.entries(mine.name, "torch")
-        if entry.flax == theirs.name and rule in rows_for(theirs.kinds)
+        for entry in index().shared_entries(mine.kinds, mine.name, theirs.kinds, theirs.name)
     ]
 
 
@@ -154,7 +162,7 @@ def lent(torch_leaf: Leaf, flax_leaf: Leaf) -> list[LeafRule]:
     sides: tuple[tuple[Side, Leaf, Leaf], ...] = (("torch", torch_leaf, flax_leaf), ("flax", flax_leaf, torch_leaf))
     for side, leaf, other in sides:
         for view in views(leaf) if not rows_for(other.kinds) else ():
-            found += [entry for rule in rows_for(view.kinds) for entry in rule.entries(view.name, side)]
+            found += entries_for(view.kinds, view.name, side)
     # A block is the business of its row alone.
     blocks = torch_leaf.name.partition("[")[1:]
     found = [entry for entry in found if split(entry.torch)[1].partition("[")[1:] == blocks]
@@ -225,17 +233,22 @@ def asking(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: Sid
     return lambda leaf: any(name in known() for name in known_names(leaf, "torch"))
 
 
-def known_names(leaf: Leaf, side: str) -> list[str]:
-    """The names by which a target leaf may be found: its own first, then those by the rows of layers."""
+def known_names(leaf: Leaf, side: Side, *, rows: bool = True) -> list[str]:
+    """The names by which a target leaf may be found: its own first, then those by the rows of layers (`rows`)."""
+    if rows and (names := names_by_layer(leaf, side)):
+        return [leaf.path, *names]
     if leaf.mark:
-        return [f"{name}{leaf.mark}" for name in known_names(unmarked(leaf), side)]
+        return [f"{name}{leaf.mark}" for name in known_names(unmarked(leaf), side, rows=rows)]
     names = [join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, side), leaf.name)]
-    return [leaf.path, *names, *other_names(leaf, side)]
+    return [leaf.path, *names, *(other_names(leaf, side) if rows else ())]
 
 
 def sorted_torch(leaves: list[Leaf], asked: Callable[[Leaf], bool], apart: Apart, *, filled: bool) -> list[Leaf]:
     found: list[Leaf] = []
     for leaf in leaves:
+        if leaf.kinds and not leaf.claims and not index().has_more(leaf.kinds):
+            found.append(leaf)
+            continue
         cut = () if leaf.mark else blocks_of(leaf, asked)
         lonely = alone_in(leaf)
         if cut:

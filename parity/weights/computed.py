@@ -51,6 +51,8 @@ class Computed:
 
 # ---------------------------------------------------------------- which they are
 
+# Tells whether a path is that of one array of a weight that is kept as several, and of which.
+Finder = Callable[[str, "Known"], Computed | None]
 
 # The small arrays beside a large one that have no fixed name.
 BESIDE = re.compile(r"(.*?\.|)(?:lora_\w+\..+|\d+\._u)")
@@ -69,15 +71,16 @@ class Known(dict[str, Leaf]):
         return found
 
 
-def computed(leaves: Iterable[Leaf]) -> list[Computed]:
-    """The weights that are kept as several arrays, by the names of those."""
+def computed(leaves: Iterable[Leaf], finders: Iterable[Finder] | None = None) -> list[Computed]:
+    """The weights that are kept as several arrays, by the names of those: those that some finders know, or all."""
     known = Known((leaf.path, leaf) for leaf in leaves)
-    return [found for path in known for find in FIND if (found := find(path, known))]
+    finders = FIND if finders is None else tuple(finders)
+    return [found for path in known for find in finders if (found := find(path, known))]
 
 
 def normed(path: str, known: Known) -> Computed | None:
     """A weight kept as its norm and its direction, by the path of the norm."""
-    owner, name, last = parametrized(path)
+    owner, name, last = parametrized(path) if path.endswith("original0") else ("", "", "")
     if last == "original0":
         other = path.removesuffix("0") + "1"
     elif path.endswith("_g"):

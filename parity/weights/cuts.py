@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.errors import InputError
 from parity.weights.layouts import Bijection
-from parity.weights.leaf import Leaf, Part
+from parity.weights.leaf import Leaf
 from parity.weights.named_layouts import Given, MisfitError
 from parity.weights.names import Lookup, Match, Name, Span, in_brackets
 from parity.weights.paths import Rename, Renaming, exactness, natural
@@ -136,38 +136,61 @@ def uncovered(leaf: Leaf, parts: list[Leaf]) -> str:
         return f"{leaf.path}: its slices lay it out in several ways before they cut it; write the same layouts in each"
     shape = cut[0].shape
     # Places that no slice tells apart are one: an axis of thousands is a few.
-    axes = [alike([part.spans[axis].places for part in cut], size) for axis, size in enumerate(shape)]
-    counts = np.zeros([len(members) for members, _ in axes], np.int64)
+    axes = [Alike([part.spans[axis].places for part in cut], size) for axis, size in enumerate(shape)]
+    counts = np.zeros([len(axis.runs) for axis in axes], np.int64)
     for part in cut:
-        counts[np.ix_(*(inside(part, axis, members) for axis, (members, _) in enumerate(axes)))] += 1
+        counts[np.ix_(*(axis.within[span.places] for axis, span in zip(axes, part.spans, strict=True)))] += 1
     wrong = np.argwhere(counts != 1)
     if not len(wrong):
         return ""
     number = int(counts[tuple(wrong[0])])
-    where = in_brackets(tuple(axes[axis][1][place] for axis, place in enumerate(wrong[0])), shape)
+    where = in_brackets(tuple(axis.runs[group] for axis, group in zip(axes, wrong[0], strict=True)), shape)
     listed = ", ".join(part.mark for part in parts[:4]) + (" and others" if len(parts) > 4 else "")
     which = "no slice" if not number else f"{number} slices"
     return f"{leaf.path} {leaf.shape}: {where} is in {which} of rename ({listed}); each place must be in one"
 
 
-def alike(ranges: list[range], size: int) -> tuple[list[int], list[Span]]:
-    """Places along an axis that the same ranges hold, as one: a member of each group, and the first run of the group."""
-    held = np.zeros((len(set(ranges)), size), bool)
-    for row, places in zip(held, dict.fromkeys(ranges), strict=True):
-        row[places.start : places.stop : places.step] = True
-    _, first, groups = np.unique(held, axis=1, return_index=True, return_inverse=True)
-    groups = groups.reshape(-1)
-    members = sorted(first.tolist())
-    runs = []
-    for member in members:
-        same = np.flatnonzero(groups == groups[member])
-        end = next((n for n, place in enumerate(same) if place != member + n), len(same))
-        runs.append(Span(range(member, member + end)))
-    return members, runs
+class Alike:
+    """Places along an axis that the same ranges hold, as one group.
+
+    Attributes:
+        runs: of each group its first places that follow each other, in their order along the axis.
+        within: the groups of which each range consists, by their places in `runs`.
+    """
+
+    def __init__(self, ranges: list[range], size: int):
+        distinct = list(dict.fromkeys(ranges))
+        groups = grouped(distinct, size)
+        starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        ends = np.append(starts[1:], size)
+        met, first = np.unique(groups[starts], return_index=True)
+        order = np.argsort(first)
+        runs = first[order]
+        self.runs = [Span(range(start, end)) for start, end in zip(starts[runs].tolist(), ends[runs].tolist(), strict=True)]
+        place_of = np.zeros(size, np.int64)
+        place_of[met[order]] = np.arange(len(met))
+        numbers = place_of[groups]
+        self.within = {places: np.unique(numbers[places.start : places.stop : places.step]) for places in distinct}
 
 
-def inside(part: Part, axis: int, members: list[int]) -> list[int]:
-    return [number for number, member in enumerate(members) if member in part.spans[axis].places]
+def grouped(ranges: list[range], size: int) -> np.ndarray:
+    """A number for each place along an axis, the same for those that the same ranges hold.
+
+    One range after the other parts the groups that it holds in part, so that the time is that of going through each
+    range once: a stack of thousands of layers is as many ranges of one place.
+    """
+    groups, sizes, count = np.zeros(size, np.int64), np.zeros(size, np.int64), 1
+    sizes[:1] = size
+    for places in ranges:
+        held = groups[places.start : places.stop : places.step]
+        met, inverse, inside = np.unique(held, return_inverse=True, return_counts=True)
+        parted = inside < sizes[met]
+        new = np.where(parted, count + np.cumsum(parted) - 1, met)
+        held[:] = new[inverse]
+        sizes[met] -= np.where(parted, inside, 0)
+        sizes[new] = inside
+        count += int(parted.sum())
+    return groups
 
 
 def stacked_alike(entry: Renaming, done: Cut, names: tuple[Names, Names]) -> None:

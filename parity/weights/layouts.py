@@ -77,7 +77,7 @@ class Layout:
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of the Flax array for a torch shape."""
-        return tuple(shape[axis] for axis in self.permutation(len(shape)))
+        return shape if self.axes is None else tuple([shape[axis] for axis in self.permutation(len(shape))])
 
     def apply(self, array: np.ndarray) -> np.ndarray:
         """The Flax array for a torch array, as a view."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -68,8 +68,7 @@ class Part:
         return (self.before.apply(array) if self.before else array)[self.index]
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A layer further up whose row in the ledger names an array that a layer inside it holds.
 
     Attributes:
@@ -155,7 +154,7 @@ class Leaf:
             replace(
                 self.at(spans, f"[{name}]"),
                 name=f"{self.name}[{name}]",
-                claims=tuple(replace(claim, name=f"{claim.name}[{name}]") for claim in self.claims),
+                claims=tuple(claim._replace(name=f"{claim.name}[{name}]") for claim in self.claims),
                 mark="",
             )
             for name, spans in zip(names, blocks, strict=True)

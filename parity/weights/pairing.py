@@ -13,15 +13,13 @@ from parity.weights.claims import (
     claimed,
     known_names,
     names_in,
-    other_names,
-    owners,
     reading,
     set_apart,
     torch_names,
     undecided,
     unmarked,
 )
-from parity.weights.computed import as_wrapped, computed
+from parity.weights.computed import as_wrapped, computed, normed
 from parity.weights.cuts import cut_as_named, stack_hints
 from parity.weights.files import Tree, same_bits
 from parity.weights.layouts import AS_IS, TRANSPOSED, Bijection, Family
@@ -226,9 +224,10 @@ def looked_up(sources: list[Leaf], targets: list[Leaf], renames: Rename, sides: 
     index, met = indexed(targets, sides), Met()
     for leaf in sources:
         tries = tried(leaf, renames, sides)
-        met.used |= {one.entry.key.text for _, one in tries if one}
-        rivals = (renames.rivals(name) for name, one in tries if one)
-        met.problems += [rival for rival in dict.fromkeys(rivals) if rival and rival not in met.problems]
+        if renamed := [(name, one) for name, one in tries if one]:
+            met.used |= {one.entry.key.text for _, one in renamed}
+            rivals = (renames.rivals(name) for name, _ in renamed)
+            met.problems += [rival for rival in dict.fromkeys(rivals) if rival and rival not in met.problems]
         found, by = next(((index[new], one) for new, one in led(tries) if new in index), (None, None))
         if found is None or len(found) > 1:
             met.stray.append((leaf, found))
@@ -256,7 +255,8 @@ Try = tuple[str, Renamed | None]
 
 def tried(leaf: Leaf, renames: Rename, sides: Sides) -> list[Try]:
     """Every name of a source leaf, with what rename makes of it."""
-    return [(name, renames.find(name)) for name in names_in(leaf, *sides)]
+    names = names_in(leaf, *sides)
+    return [(name, renames.find(name)) for name in names] if renames.entries else [(name, None) for name in names]
 
 
 def led(tries: list[Try]) -> list[Try]:
@@ -303,8 +303,8 @@ def with_norms(
 ) -> tuple[list[Leaf], list[Leaf], Layers]:
     """Both sides, torch's `weight_norm` as the layer that `nnx.WeightNorm` is."""
     first = sides[0] == "torch"
-    found = [one for one in computed(sources if first else targets) if one.kind == "weight_norm"]
-    if sides[0] == sides[1] or not found:
+    found = computed(sources if first else targets, (normed,)) if sides[0] != sides[1] else []
+    if not found:
         return sources, targets, layers
     asked = asking(sources, targets, renames, sides)
     if first:
@@ -367,11 +367,7 @@ def indexed(leaves: list[Leaf], sides: Sides) -> dict[str, list[Leaf]]:
     exact: dict[str, list[Leaf]] = {leaf.path: [leaf] for leaf in leaves}
     derived: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        names = [
-            join(owner, name) for owner in owners(leaf) for name in (*torch_names(leaf.kinds, leaf.name, sides[1]), leaf.name)
-        ]
-        names += other_names(leaf, sides[1]) if sides[0] != sides[1] else []
-        for path in dict.fromkeys(f"{name}{leaf.mark}" for name in names):
+        for path in dict.fromkeys(known_names(leaf, sides[1], rows=sides[0] != sides[1])):
             if path not in exact and leaf not in derived.setdefault(path, []):
                 derived[path].append(leaf)
     return derived | exact
@@ -528,9 +524,11 @@ def unexpected(
     unnamed: Mapping[str, str],
 ) -> list[Unpaired]:
     """The leaves of the source that lead nowhere, or to several leaves; `unnamed` has reasons that are known already."""
+    if not lonely:
+        return []
     known = {join(other.owner, torch_name(other, sides[1])): other.path for other in targets}
     known = {other.path: other.path for other in targets} | known
-    names, told = Names(known if lonely else ()), list[Unpaired]()
+    names, told = Names(known), list[Unpaired]()
     for leaf, found in lonely:
         near: list[str] = []
         if found:
@@ -549,8 +547,10 @@ def unexpected(
 
 def missing(empty: list[Leaf], sources: list[Leaf], taken: dict[str, Leaf], sides: Sides) -> list[Unpaired]:
     """The leaves of the target that nothing arrives for."""
+    if not empty:
+        return []
     used = {source.path for source in taken.values()}
-    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used} if empty else {}
+    known = {join(s.owner, torch_name(s, sides[0])): s.path for s in sources if s.path not in used}
     names, told = Names(known), list[Unpaired]()
     for leaf in empty:
         looked_for = join(leaf.owner, torch_name(leaf, sides[1]))
@@ -710,7 +710,7 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         for path in dict.fromkeys((layer.path, layer.own_path, *further)):
             other.setdefault(path, []).append(layer)
     for layer in mine_known:
-        paths = (layer.path, layer.own_path, *layer.also)
+        paths = dict.fromkeys((layer.path, layer.own_path, *layer.also))
         names = [*(bare(renames.apply(path)[0]) for path in paths), layer.path, *layer.also]
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)

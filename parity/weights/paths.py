@@ -63,19 +63,25 @@ class Names:
     def __init__(self, names: Iterable[str]):
         self.names = list(names)
         self.counts = np.array([counts(name) for name in self.names], np.int16).reshape(len(self.names), COLUMNS)
+        self.sums = halves(self.counts)
 
     def nearest(self, path: str, count: int = 1) -> list[str]:
         """The names most like a path, best first; none if nothing is alike."""
         if not self.names:
             return []
-        common = np.minimum(self.counts, counts(path))
-        letters, parts = (half.sum(1) for half in np.split(common, 2, axis=1))
-        size, depth = (half.sum(1) for half in np.split(self.counts + counts(path), 2, axis=1))
+        mine = counts(path)[None]
+        letters, parts = halves(np.minimum(self.counts, mine))
+        size, depth = (theirs + own for theirs, own in zip(self.sums, halves(mine), strict=True))
         # No likeness is above this one.
         order = np.argsort(-(letters / np.maximum(size, 1) + parts / depth), kind="stable")[: self.COMPARED]
         found = [(likeness(path, self.names[i]), self.names[i]) for i in sorted(order)]
         ranked = sorted(found, key=lambda one: sum(one[0]), reverse=True)
         return [name for (letters, parts), name in ranked[:count] if letters + parts > 1.15 or letters > 0.85]
+
+
+def halves(counts: np.ndarray) -> list[np.ndarray]:
+    """How many letters, and how many parts, are counted in each row."""
+    return [half.sum(1) for half in np.split(counts, 2, axis=1)]
 
 
 def counts(path: str) -> np.ndarray:
@@ -204,7 +210,7 @@ class Rename:
 
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
-        found = self.find(path) or self.find(self.shorter(path))
+        found = (self.find(path) or self.find(self.shorter(path))) if self.entries else None
         return (found.name, found.entry.key.text) if found else (self.shorter(path), None)
 
     def shortened(self, shorter: Callable[[str], str]) -> "Rename":
@@ -241,6 +247,8 @@ def unclear(entry: Renaming) -> str:
 
 def bare(name: str) -> str:
     """A name without the slice behind it."""
+    if not name.endswith("]"):
+        return name
     return re.sub(r"( \|[^\[\]]*)?\[[^\[\]]*\]$", "", name)
 
 
@@ -252,20 +260,30 @@ def in_order(paths: Iterable[str]) -> list[str]:
     children: dict[str, dict[str, None]] = {}
     paths = list(paths)
     for path in paths:
-        for owner, part in steps(path):
-            children.setdefault(owner, {})[part] = None
+        rest, known = path, False
+        while rest and not known:
+            rest, part = split(rest)
+            parts = children.setdefault(rest, {})
+            # Then all above it is known too.
+            known = part in parts
+            parts[part] = None
     ranks = {owner: {part: rank for rank, part in enumerate(numbered(list(parts)))} for owner, parts in children.items()}
-    return sorted(paths, key=lambda path: [ranks[owner][part] for owner, part in steps(path)])
-
-
-def steps(path: str) -> list[tuple[str, str]]:
-    """Each part of a path, behind the path of its owner."""
-    parts = path.split(".")
-    return [(".".join(parts[:depth]), part) for depth, part in enumerate(parts)]
+    places: dict[str, tuple[int, ...]] = {"": ()}
+    for path in paths:
+        rest, below = path, list[tuple[str, str, str]]()
+        while rest not in places:
+            owner, part = split(rest)
+            below.append((rest, owner, part))
+            rest = owner
+        for inner, owner, part in reversed(below):
+            places[inner] = (*places[owner], ranks[owner][part])
+    return sorted(paths, key=places.__getitem__)
 
 
 def numbered(parts: list[str]) -> list[str]:
     """Siblings, those that differ by a number at the end alone in its order, at the places that they had."""
+    if not any(part[-1:].isdigit() for part in parts):
+        return parts
     found = {part: found.groups() for part in parts if (found := re.fullmatch(r"(.*?)([0-9]+)", part, re.DOTALL))}
     stems: dict[str, list[tuple[int, str]]] = {}
     for part, (stem, number) in found.items():

@@ -545,39 +545,86 @@ TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "me
 
 
 class Index:
-    """The rows of a ledger by the class that they are for, torch's or Flax's."""
+    """The rows of a ledger by the class that they are for, torch's or Flax's, and what they come to for its arrays."""
 
     def __init__(self, rows: list[Rule]):
         self.rows, self.count = rows, len(rows)
         self.by_class: dict[str, list[Rule]] = {}
-        self.by_kinds: dict[tuple[str, ...], list[Rule]] = {}
         for rule in rows:
             for name in {rule.torch, rule.flax, rule.linen} - {""}:
                 self.by_class.setdefault(name, []).append(rule)
+        # Asked some twenty times for each leaf, of a few classes and names; those of trees may be any.
+        kept = functools.lru_cache(maxsize=4096)
+        self.nearest = kept(self.find_nearest)
+        self.entries = kept(self.find_entries)
+        self.names = kept(self.find_names)
+        self.shared_entries = kept(self.find_shared_entries)
+        self.inner_names = kept(self.find_inner_names)
+        self.row_of = kept(self.find_row_of)
+        self.has_more = kept(self.find_has_more)
 
-    def nearest(self, kinds: tuple[str, ...]) -> list[Rule]:
+    def find_nearest(self, kinds: tuple[str, ...]) -> list[Rule]:
         """The rows of the first class that has any."""
-        if kinds not in self.by_kinds:
-            self.by_kinds[kinds] = next((self.by_class[kind] for kind in kinds if kind in self.by_class), [])
-        return self.by_kinds[kinds]
+        return next((self.by_class[kind] for kind in kinds if kind in self.by_class), [])
+
+    def find_entries(self, kinds: tuple[str, ...], name: str, side: Side) -> list[LeafRule]:
+        """The entries of those rows for an array, by its name on one side."""
+        return [entry for rule in self.nearest(kinds) for entry in rule.entries(name, side)]
+
+    def find_names(self, kinds: tuple[str, ...], name: str, side: Side) -> list[str]:
+        """The names of an array in its layer, likeliest first: its own and those that it has on the other side."""
+        entries = self.entries(kinds, name, side)
+        found = [name, *(entry.flax for entry in entries)] if side == "torch" else [*(entry.torch for entry in entries), name]
+        return list(dict.fromkeys(found))
+
+    def find_shared_entries(
+        self, torch_kinds: tuple[str, ...], torch_name: str, flax_kinds: tuple[str, ...], flax_name: str
+    ) -> list[LeafRule]:
+        """The entries of rows of both layers that name both arrays."""
+        theirs = self.nearest(flax_kinds)
+        rows = [rule for rule in self.nearest(torch_kinds) if rule in theirs]
+        return [entry for rule in rows for entry in rule.entries(torch_name, "torch") if entry.flax == flax_name]
+
+    def find_row_of(self, torch_kinds: tuple[str, ...], flax_kinds: tuple[str, ...]) -> Rule | None:
+        """The first row of both layers."""
+        theirs = self.nearest(flax_kinds)
+        return next((rule for rule in self.nearest(torch_kinds) if rule in theirs), None)
+
+    def find_inner_names(self, kinds: tuple[str, ...]) -> set[str]:
+        """The names of arrays in layers inside a layer that its rows give."""
+        names = (name for rule in self.nearest(kinds) for leaf in rule.leaves for name in (leaf.torch, leaf.flax))
+        return {name.partition("[")[0] for name in names if "." in name}
+
+    def find_has_more(self, kinds: tuple[str, ...]) -> bool:
+        """Whether torch's layer has arrays of which Flax's has none, or that Flax's has in blocks."""
+        return any(rule.blocks or rule.alone for rule in self.nearest(kinds))
 
 
 INDEX = Index([])
 
 
-def rows_for(kinds: tuple[str, ...]) -> list[Rule]:
-    """The rows of the nearest class along an MRO, torch's or Flax's; a class of one side may have several of the other."""
+def index() -> Index:
+    """The ledger as it is now, by class."""
     global INDEX
-    # A plan asks some twenty times for each leaf; the ledger only ever grows.
+    # It only ever grows.
     if INDEX.rows is not RULES or INDEX.count != len(RULES):
         INDEX = Index(RULES)
-    return INDEX.nearest(kinds)
+    return INDEX
+
+
+def rows_for(kinds: tuple[str, ...]) -> list[Rule]:
+    """The rows of the nearest class along an MRO, torch's or Flax's; a class of one side may have several of the other."""
+    return index().nearest(kinds)
+
+
+def entries_for(kinds: tuple[str, ...], name: str, side: Side) -> list[LeafRule]:
+    """The entries of the rows of a layer for one of its arrays, by its name on one side."""
+    return index().entries(kinds, name, side)
 
 
 def row_of(torch_kinds: tuple[str, ...], flax_kinds: tuple[str, ...]) -> Rule | None:
     """The row of a pair of layers; None if they are no pair of the ledger."""
-    theirs = rows_for(flax_kinds)
-    return next((rule for rule in rows_for(torch_kinds) if rule in theirs), None)
+    return index().row_of(torch_kinds, flax_kinds)
 
 
 def layout_by_name(torch_name: str, flax_name: str, ndim: int) -> Family:
@@ -592,7 +639,7 @@ def disagreements(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> l
     found = told(rule, torch_layer, flax_layer, "disagree")
     # A composite's dtype, if it has one, says nothing of the layers in it.
     computes = flax_layer.settings("dtype") if rows_for(torch_layer.kinds) else None
-    holds = torch_layer.settings("parameter dtype")
+    holds = torch_layer.settings("parameter dtype") if computes is not None else None
     if computes is not None and holds is not None and computes != holds:
         # Without a dtype nnx.Embed writes down that of its table, once, when it is made.
         fix = f"set dtype={holds}" if "flax.nnx.Embed" in flax_layer.kinds else "leave dtype out"
@@ -613,9 +660,11 @@ def remarks(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[st
 
 
 def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, fate: str) -> list[str]:
+    if rule is None or not rule.settings:
+        return []
     return [
         sentence
-        for setting in (rule.settings if rule else ())
+        for setting in rule.settings
         if setting.fate == fate
         for sentence in setting.problems(torch_layer.settings, flax_layer.settings)
     ]

@@ -29,21 +29,28 @@ def batches(arrays: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
         yield batch
 
 
-def side_by_side(call: Callable[[Given], Made], given: Iterable[Given], threads: int = THREADS) -> Iterator[Made]:
+def side_by_side(
+    call: Callable[[Given], Made], given: Iterable[Given], allowed: Callable[[], bool] = lambda: True
+) -> Iterator[Made]:
     """The results of a call, in the order in which they come.
 
     Args:
         call: what is done in threads; most of its time must be spent without Python's lock.
         given: what it is called with; the next one is asked for, by the caller's own thread, when fewer
-            than `threads` calls are running.
-        threads: 1 makes every call in the caller's own thread.
+            than `THREADS` calls are running.
+        allowed: whether other threads may do it, asked when the first is given; if not, the caller's own makes every call.
     """
-    if threads == 1:
-        yield from map(call, given)
-        return
     running: set[Future[Made]] = set()
-    with ThreadPoolExecutor(threads) as pool:
+    threads = 0
+    with ThreadPoolExecutor(THREADS) as pool:
         for one in given:
+            threads = threads or (THREADS if allowed() else 1)
+            if threads == 1:
+                made = call(one)
+                del one
+                yield made
+                del made
+                continue
             running.add(pool.submit(call, one))
             del one
             if len(running) == threads:

@@ -1,11 +1,10 @@
 """Copy parameters between models and trees of both frameworks."""
 
-import dataclasses
 import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,31 +211,35 @@ def transfer(
         problems = ("neither side has parameters that could travel",)
     sent = Sent(pairing, dtypes, copy, progress)
     problems = problems or tuple(sentence for p in pairing.pairs if (sentence := overflow(p, dtypes[p.target.path])))
-    opened = [side for side in (source, target) if isinstance(side, Tree)]
-    planned = Transfer(
-        None,
-        tuple(entry(p, dtypes[p.target.path], shared=False) for p in pairing.pairs),
-        pairing.ignored,
-        pairing.random,
-        pairing.ties,
-        pairing.lost_ties,
-        pairing.settings,
-        pairing.alone,
-        (*pairing.notes, *(note for side in opened for note in side.notes)),
-        rename=dict(p.names for p in pairing.pairs),
-        unpaired=pairing.unpaired,
-        problems=problems,
-    )
+    found = (note for side in (source, target) if isinstance(side, Tree) for note in side.notes)
+    notes = *pairing.notes, *found
+
+    def outcome(value: Any = None, done: Collection[str] = ()) -> Transfer:
+        return Transfer(
+            value,
+            tuple(entry(p, dtypes[p.target.path], shared=p.target.path in done) for p in pairing.pairs),
+            pairing.ignored,
+            pairing.random,
+            pairing.ties,
+            pairing.lost_ties,
+            pairing.settings,
+            pairing.alone,
+            (*notes, *sent.notes.values()),
+            verified=verify and value is not None,
+            rename=dict(p.names for p in pairing.pairs),
+            unpaired=pairing.unpaired,
+            problems=problems,
+        )
+
     if dry:
-        return planned
+        return outcome()
     if problems:
+        planned = outcome()
         raise TransferError(listed("transfer refused, nothing was written", problems), problems, planned.rename, planned)
     value, done = pairing.target.fill(target, sent)
     if verify and not isinstance(target, Target):
         check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
-    entries = tuple(dataclasses.replace(entry, shared=True) if entry.target in done else entry for entry in planned.plan)
-    notes = (*planned.notes, *sent.notes.values())
-    return dataclasses.replace(planned, value=value, plan=entries, notes=notes, verified=verify)
+    return outcome(value, done)
 
 
 class Sent(Mapping[str, Any]):
@@ -267,20 +270,23 @@ class Sent(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         pairs, zeros = self.pairs.get(path, []), self.zeros.get(path, [])
-        dtype = self.dtypes[pairs[0].target.path] if pairs else ""
-        empty = ((leaf, np.zeros(leaf.shape, numpy_dtype(dtype or leaf.dtype))) for leaf in zeros)
-        whole = gathered(itertools.chain(self.arriving(path), empty))[path]
+        if not zeros and len(pairs) == 1 and pairs[0].target.part is None:
+            whole = self.arrived(path, pairs[0])
+        else:
+            dtype = self.dtypes[pairs[0].target.path] if pairs else ""
+            empty = ((leaf, np.zeros(leaf.shape, numpy_dtype(dtype or leaf.dtype))) for leaf in zeros)
+            parts = ((p.target, self.arrived(path, p)) for p in pairs)
+            whole = gathered(itertools.chain(parts, empty))[path]
         self.told(path, pairs[0].source.path if pairs else path)
         return whole
 
-    def arriving(self, path: str) -> Iterator[tuple[Leaf, Any]]:
-        """The parts of an array as they arrive, one after the other: no two of them are held at once."""
-        for p in self.pairs.get(path, ()):
-            array = travelled(p, self.dtypes[p.target.path], self.copy)
-            if path not in self.asked and p.source.from_file and (gone := count_nan(array)):
-                note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
-                self.notes[p.target.path] = note
-            yield p.target, array
+    def arrived(self, path: str, p: Pair) -> Any:
+        """An array, or a part of one, as it arrives."""
+        array = travelled(p, self.dtypes[p.target.path], self.copy)
+        if p.source.from_file and path not in self.asked and (gone := count_nan(array)):
+            note = f"{gone:,} of {array.size:,} values of {p.source.path} are NaN; they were sent as they are"
+            self.notes[p.target.path] = note
+        return array
 
     def told(self, path: str, name: str) -> None:
         """Tell of the bytes of an array that is asked for the first time."""

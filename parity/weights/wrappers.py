@@ -84,6 +84,8 @@ def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], 
 
 def common(mine: list[Leaf], others: list[Leaf], given: list[str]) -> tuple[str, ...]:
     """The parts that wrappers put in front of every path, none if there are others or some path of the other side has them."""
+    if not {first_part(leaf) for leaf in mine} <= WRAPPERS.keys():
+        return ()
     paths = [worded(leaf).split(".") for leaf in mine]
     theirs = {path.split(".")[0] for leaf in others for path in (leaf.path, worded(leaf))}
     found: list[str] = []
@@ -102,8 +104,16 @@ def worded(leaf: Leaf) -> str:
     return join(leaf.owner, leaf.name)
 
 
+def first_part(leaf: Leaf) -> str:
+    """The first part of a leaf's path in torch's words."""
+    return (leaf.owner or leaf.name).partition(".")[0]
+
+
 def inside(mine: list[Leaf], others: list[Leaf], prefix: tuple[str, ...]) -> list[str]:
     """Private names of wrappers around parts of the model, behind what stands in front of all."""
+    every_name = "\n".join([name for leaf in mine for name in (leaf.owner, leaf.name)])
+    if not any(name in every_name for name in PRIVATE):
+        return []
     theirs = {part for leaf in others for part in leaf.path.split(".")}
     parts = {part for leaf in mine for part in worded(leaf).split(".")[len(prefix) : -1]}
     return [name for name in PRIVATE if name in parts and name not in theirs]
@@ -122,9 +132,9 @@ def hint(sources: list[Leaf], targets: list[Leaf], sides: Sequence[str]) -> list
     """What to do about a name in front of all of one side that might be a wrapper's, and was not left out."""
     found = []
     for role, other, mine, theirs in (("source", "target", sources, targets), ("target", "source", targets, sources)):
-        first = {worded(leaf).split(".")[0] for leaf in mine}
+        first = set(map(first_part, mine))
         prefix = next(iter(first)) if len(first) == 1 else ""
-        shared = [worded(leaf).split(".")[0] == prefix for leaf in theirs]
+        shared = [first_part(leaf) == prefix for leaf in theirs]
         if prefix in WRAPPERS and any(shared) and not all(shared):
             rename = {prefix: ""} if role == "source" or sides[0] != sides[1] else {"": prefix}
             found.append(
@@ -162,7 +172,10 @@ def without_count(leaves: list[Leaf], others: list[str], done: Unwrapped, *, fil
 
 def both_kinds(paths: list[str], others: list[str], role: str) -> list[str]:
     """Why raw and averaged weights of one model cannot both travel; none if the other side has both too."""
+    fronts = {path.partition(".")[0] for path in paths}
     for mean in AVERAGED:
+        if mean not in fronts:
+            continue
         averaged = {path.removeprefix(f"{mean}.") for path in paths if path.startswith(f"{mean}.")}
         if not averaged or any(path.startswith(f"{mean}.") for path in others):
             continue

@@ -170,7 +170,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """
     variables = variables_of(value)
     targets = {".".join(keys): array for keys, array in flat(variables).items()}
-    new, done = received(arrays, {path: place(targets[path]) for path in arrays})
+    new, done = received(arrays, lambda path: place(targets[path]))
 
     def put(keys: Any, old: Any) -> Any:
         path = ".".join(map(key_name, keys))

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import jax
@@ -14,21 +13,19 @@ from flax import nnx
 from flax.nnx.training.metrics import MetricState
 
 from parity.errors import InputError
+from parity.frameworks.classes import asked_once
 from parity.frameworks.jax.arrays import unreadable
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.mirrors import argument
-from parity.weights.side_by_side import THREADS, batches, side_by_side
+from parity.weights.side_by_side import batches, side_by_side
 
 NAME = "flax"
 
-# What may hold variables, and what most attributes of a layer are instead: to ask flax whether a number is a
-# variable takes longer than all the rest of a walk.
+# What may hold variables.
 ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 LEAVES = (nnx.Variable, *ARRAYS)
 LISTS = (nnx.List, list, tuple)
-NODES = (nnx.Pytree, dict, list, tuple, Mapping, *LEAVES)
-NUMBERS = frozenset({bool, int, float, str})
-PLAIN = frozenset({type(None), FunctionType, *NUMBERS})
+NODES = (nnx.Pytree, *LISTS, Mapping, *LEAVES)
 
 
 def is_model(value: Any) -> bool:
@@ -63,52 +60,83 @@ def named(dtype: Any) -> str:
     return str(dtype)
 
 
+@functools.lru_cache(maxsize=256)
+def is_key(dtype: Any) -> bool:
+    """Whether arrays of a dtype are random keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
 def walk(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Every module, container, variable and plain array below a node, each under every path that leads to it.
 
     Yields:
         The path, the path in torch's words, and the node itself.
     """
+    return ((path, torch_path, node) for path, torch_path, node, _ in walk_with_parts(node))
+
+
+def walk_with_parts(node: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any, list[tuple[str, Any]]]]:
+    """`walk`, with the parts of each node behind it; variables and arrays have none."""
     waiting: list[tuple[tuple[str, ...], tuple[str, ...], Any, frozenset[int]]] = [((), (), node, frozenset())]
     while waiting:
         path, torch_path, node, above = waiting.pop()
+        if is_leaf(type(node)):
+            yield path, torch_path, node, []
+            continue
         if id(node) in above:
             continue
-        yield path, torch_path, node
-        if is_kind(type(node), LEAVES):  # type: ignore[arg-type]
-            continue
-        left_out = left_out_by_torch(node)
+        inside = parts(node)
+        yield path, torch_path, node, inside
+        left_out = left_out_by_torch(type(node))
         above |= {id(node)}
-        waiting += [
-            ((*path, name), torch_path if name == left_out else (*torch_path, name), child, above)
-            for name, child in reversed(parts(node))
-            if type(child) not in PLAIN and is_kind(type(child), NODES)  # type: ignore[arg-type]
-        ]
+        for name, child in reversed(inside):
+            if is_node(type(child)):
+                waiting.append(((*path, name), torch_path if name == left_out else (*torch_path, name), child, above))
 
 
-@functools.lru_cache(maxsize=1024)
-def is_kind(kind: Any, kinds: tuple[type, ...]) -> bool:
-    """`isinstance`, once for each class: Flax's own, which looks for traced variables too, takes longer than all else here."""
-    return issubclass(kind, (*kinds, jax.core.Tracer))
+# What follows is asked once for each class, not for each attribute of each layer: Flax's own `isinstance`, which looks
+# for traced variables too, takes longer than all else here. A tracer may be one, so that each is asked itself.
 
 
-def left_out_by_torch(node: Any) -> str | None:
-    """The part of a module of which torch's paths know nothing."""
-    if isinstance(node, nnx.Sequential):
+@asked_once
+def is_node(kind: Any) -> bool:
+    return issubclass(kind, (*NODES, jax.core.Tracer))
+
+
+@asked_once
+def is_leaf(kind: Any) -> bool:
+    return issubclass(kind, (*LEAVES, jax.core.Tracer))
+
+
+@asked_once
+def is_array(kind: Any) -> bool:
+    return issubclass(kind, ARRAYS)
+
+
+@asked_once
+def left_out_by_torch(kind: Any) -> str | None:
+    """The part of a module of a class of which torch's paths know nothing."""
+    if issubclass(kind, nnx.Sequential):
         # torch.nn.Sequential numbers its parts itself; nnx.Sequential keeps them in `layers`.
         return "layers"
     # torch keeps norm and direction in the layer itself.
-    return "layer_instance" if isinstance(node, nnx.WeightNorm) else None
+    return "layer_instance" if issubclass(kind, nnx.WeightNorm) else None
 
 
 def parts(node: Any) -> list[tuple[str, Any]]:
-    if isinstance(node, LISTS):
-        return [(str(index), child) for index, child in enumerate(node)]
-    if isinstance(node, Mapping):
-        return [(key_name(key), child) for key, child in node.items()]
-    if isinstance(node, nnx.Pytree):
-        return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree__")]
-    return []
+    return parts_of(type(node))(node)
+
+
+@asked_once
+def parts_of(kind: Any) -> Callable[[Any], list[tuple[str, Any]]]:
+    """What lists the parts of the instances of a class."""
+    if issubclass(kind, LISTS):
+        return lambda node: [(str(index), child) for index, child in enumerate(node)]
+    if issubclass(kind, Mapping):
+        return lambda node: [(key_name(key), child) for key, child in node.items()]
+    if issubclass(kind, nnx.Pytree):
+        return lambda node: [item for item in vars(node).items() if item[0][:9] != "_pytree__"]
+    return lambda node: []
 
 
 def key_name(key: Any) -> str:
@@ -118,11 +146,10 @@ def key_name(key: Any) -> str:
 
 def kinds(module: Any) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
-    kind: Any = type(module)
-    return names_of(kind)
+    return names_of(type(module))
 
 
-@functools.lru_cache(maxsize=256)
+@asked_once
 def names_of(kind: Any) -> tuple[str, ...]:
     names = []
     for cls in kind.__mro__:
@@ -131,12 +158,24 @@ def names_of(kind: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+ROLES: tuple[tuple[tuple[type, ...], Role], ...] = (
+    ((nnx.RngState,), "random state"),
+    ((nnx.Intermediate, nnx.Perturbation, MetricState), "run state"),
+    ((nnx.Param,), "parameter"),
+)
+
+
 def role_of(variable: Any) -> Role:
-    if isinstance(variable, nnx.RngState) or jnp.issubdtype(getattr(variable, "dtype", np.void), jax.dtypes.prng_key):
+    if is_key(getattr(variable, "dtype", np.void)):
         return "random state"
-    if isinstance(variable, nnx.Intermediate | nnx.Perturbation | MetricState):
-        return "run state"
-    return "parameter" if isinstance(variable, nnx.Param) else "buffer"
+    if not isinstance(variable, jax.core.Tracer):
+        return role_of_class(type(variable))
+    return next((role for kinds, role in ROLES if isinstance(variable, kinds)), "buffer")
+
+
+@asked_once
+def role_of_class(kind: Any) -> Role:
+    return next((role for kinds, role in ROLES if issubclass(kind, kinds)), "buffer")
 
 
 def make_leaf(path: str, owner: str, name: str, names: tuple[str, ...], role: Role, identity: Hashable, array: Any) -> Leaf:
@@ -162,7 +201,9 @@ def leaves(value: Any) -> list[Leaf]:
     modules: dict[tuple[str, ...], Any] = {}
     for path, torch_path, node in walk(value):
         modules[path] = node
-        if is_kind(type(node), LEAVES[:1]) and isinstance(node, nnx.Variable):  # type: ignore[arg-type]
+        if not is_leaf(type(node)):
+            continue
+        if not is_array(type(node)) and isinstance(node, nnx.Variable):
             owner = modules[path[:-1]]
             names = kinds(owner) if isinstance(owner, nnx.Module) else ()
             leaf = make_leaf(".".join(path), ".".join(torch_path[:-1]), path[-1], names, role_of(node), id(node), content(node))
@@ -182,7 +223,36 @@ def plain_leaf(path: tuple[str, ...], torch_path: tuple[str, ...], holder: Any, 
 
 
 def content(variable: Any) -> Any:
-    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    """What a variable holds, as it gives it out itself; anything else is its own content."""
+    if not isinstance(variable, nnx.Variable):
+        return variable
+    return variable.get_raw_value() if is_plain(variable, "get_value") else variable.get_value()
+
+
+def put(variable: Any, array: Any) -> None:
+    """Give a variable an array."""
+    if is_plain(variable, "set_value"):
+        variable.set_raw_value(array)
+    else:
+        variable.set_value(array)
+
+
+def is_plain(variable: Any, method: str) -> bool:
+    """Whether a method of a variable does no more than its raw form: of most models, where that takes a tenth of the time.
+
+    The methods also follow references, copy trees of several arrays, and call what the user hung on them.
+    """
+    return (
+        inherits(type(variable), method)
+        and is_array(type(variable.get_raw_value()))
+        and not variable.has_metadata(f"on_{method}")
+    )
+
+
+@asked_once
+def inherits(kind: Any, method: str) -> bool:
+    """Whether a class of variables leaves a method as Flax has it."""
+    return getattr(kind, method) is getattr(nnx.Variable, method)
 
 
 def layers(value: Any) -> list[Layer]:
@@ -190,11 +260,11 @@ def layers(value: Any) -> list[Layer]:
     if not is_model(value):
         return []
     found = []
-    for path, torch_path, node in walk(value):
+    for path, torch_path, node, inside in walk_with_parts(value):
         if isinstance(node, nnx.Module):
             found.append(Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path)))
-        for name, child in () if is_kind(type(node), LEAVES) else parts(node):  # type: ignore[arg-type]
-            if function := function_kind(child):
+        for name, child in inside:
+            if may_be_function(type(child)) and (function := function_kind(child)):
                 # In an nnx.Sequential a function has a number as a module has.
                 places = (*torch_path, name), (*path, name)
                 found.append(Layer(".".join(places[0]), (function,), argument_reader(child), ".".join(places[1])))
@@ -203,14 +273,24 @@ def layers(value: Any) -> list[Layer]:
 
 def function_kind(value: Any) -> str:
     """The public name of a function of jax that stands for a layer of torch, '' of anything else."""
-    if value is None or type(value) in NUMBERS:
-        return ""
     function = value.func if isinstance(value, functools.partial) else value
     if isinstance(function, type | nnx.Module) or not callable(function):
         return ""
-    home, name = str(getattr(function, "__module__", "")), getattr(function, "__name__", "")
-    public = home.replace("jax._src.", "jax.")
-    return next((f"{room}.{name}" for room in ("jax.nn", "jax.numpy") if f"{public}.".startswith(f"{room}.")), "")
+    room = public_room(str(getattr(function, "__module__", "")))
+    return f"{room}.{getattr(function, '__name__', '')}" if room else ""
+
+
+@asked_once
+def may_be_function(kind: Any) -> bool:
+    """Whether an attribute of a class may be a function of jax: most are numbers, variables and modules."""
+    return not is_node(kind) and not issubclass(kind, (type, int, float, str, type(None)))
+
+
+@functools.lru_cache(maxsize=1024)
+def public_room(module: str) -> str:
+    """The public module of jax that functions of a module of Python's are found in, '' if none of layers."""
+    public = f"{module}.".replace("jax._src.", "jax.")
+    return next((room for room in ("jax.nn", "jax.numpy") if public.startswith(f"{room}.")), "")
 
 
 def argument_reader(function: Any) -> Callable[[str], Any]:
@@ -238,7 +318,7 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
         The filled module or the new state, and the paths whose memory is shared.
     """
     if is_model(value):
-        variables = {".".join(path): node for path, _, node in walk(value) if is_kind(type(node), LEAVES)}  # type: ignore[arg-type]
+        variables = {".".join(path): node for path, _, node in walk(value) if is_leaf(type(node))}
     else:
         # The variables of a state are those of the module it was taken from: those stay as they are.
         copies: dict[int, Any] = {}
@@ -247,10 +327,10 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
             for keys, leaf in nnx.to_flat_state(value)
         }
         variables = {".".join(map(key_name, keys)): leaf for keys, leaf in flat.items()}
-    new, done = received(arrays, {path: place(content(variables[path])) for path in arrays})
+    new, done = received(arrays, lambda path: place(content(variables[path])))
     for path, variable in variables.items():
         if path in new and isinstance(variable, nnx.Variable):
-            variable.set_value(new[path])
+            put(variable, new[path])
     seed_abstract(variables)
     if is_model(value):
         if any(not isinstance(variables[path], nnx.Variable) for path in new):
@@ -261,17 +341,22 @@ def fill(value: Any, arrays: Mapping[str, Any]) -> tuple[Any, set[str]]:
     return nnx.from_flat_state(flat), done
 
 
-def received(arrays: Mapping[str, Any], places: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+def received(arrays: Mapping[str, Any], place_of: Callable[[str], Any]) -> tuple[dict[str, Any], set[str]]:
     """Arrays of jax's own by path, each where it belongs, and the paths whose memory is shared."""
     new, done = dict[str, Any](), set[str]()
 
-    def send(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        copies = copied_arrays({path: array for path, array in batch.items() if not isinstance(array, Shared)}, places)
-        return copies, *shared_arrays({path: array for path, array in batch.items() if isinstance(array, Shared)})
+    def to_copy() -> Iterator[tuple[str, Any]]:
+        # What is lent takes no time that a thread could save.
+        for path, array in arrays.items():
+            if not isinstance(array, Shared):
+                yield path, array
+            elif lend(array, path, new):
+                done.add(path)
+            # A name that lasts until the next one is read would keep one more in memory.
+            del array
 
-    for copied, lent, shared in side_by_side(send, batches(arrays.items()), THREADS if same_in_threads() else 1):
-        new |= copied | lent
-        done |= shared
+    for copied in side_by_side(lambda batch: copied_arrays(batch, place_of), batches(to_copy()), same_in_threads):
+        new |= copied
     return new, done
 
 
@@ -310,11 +395,11 @@ def seed_abstract(variables: Mapping[str, Any]) -> None:
             variable.set_value(seeded if isinstance(variable, nnx.RngKey) else jnp.zeros(state.shape, state.dtype))
 
 
-def copied_arrays(arrays: Mapping[str, np.ndarray], places: Mapping[str, Any]) -> dict[str, Any]:
+def copied_arrays(arrays: Mapping[str, np.ndarray], place_of: Callable[[str], Any]) -> dict[str, Any]:
     # device_put of an aligned, contiguous NumPy array keeps using its memory: those are copied
     # here. What is strided it must copy itself, faster than NumPy could.
     own = {path: own_copy(array) if array.flags.c_contiguous else array for path, array in arrays.items()}
-    return jax.block_until_ready(jax.device_put(own, {path: places[path] for path in own}))
+    return jax.block_until_ready(jax.device_put(own, {path: place_of(path) for path in own}))
 
 
 # Where jax on the CPU takes memory as it lies.
@@ -330,25 +415,24 @@ def own_copy(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def shared_arrays(arrays: Mapping[str, Shared]) -> tuple[dict[str, Any], set[str]]:
-    new, done = {}, set()
-    for path, shared in arrays.items():
-        array = jax.dlpack.from_dlpack(shared.array)
-        if shared.axes != tuple(range(len(shared.axes))):
-            new[path] = jax.block_until_ready(jnp.transpose(array, shared.axes))
-        elif array.unsafe_buffer_pointer() == pointer(shared.array):
-            new[path] = array
-            done.add(path)
-        else:
-            # jax copies on its own where it cannot use the memory as it lies.
-            new[path] = jax.block_until_ready(jnp.array(array, copy=True))
-    return new, done
+def lend(shared: Shared, path: str, new: dict[str, Any]) -> bool:
+    """Put an array that was lent under its path, and say whether it uses that memory still."""
+    array = jax.dlpack.from_dlpack(shared.array)
+    if shared.axes != tuple(range(len(shared.axes))):
+        new[path] = jax.block_until_ready(jnp.transpose(array, shared.axes))
+    elif array.unsafe_buffer_pointer() == pointer(shared.array):
+        new[path] = array
+        return True
+    else:
+        # jax copies on its own where it cannot use the memory as it lies.
+        new[path] = jax.block_until_ready(jnp.array(array, copy=True))
+    return False
 
 
 def pointer(array: Any) -> int | None:
-    if isinstance(array, jax.Array):
-        return array.unsafe_buffer_pointer()
-    return array.data_ptr() if hasattr(array, "data_ptr") else None
+    if hasattr(array, "data_ptr"):
+        return array.data_ptr()
+    return array.unsafe_buffer_pointer() if isinstance(array, jax.Array) else None
 
 
 def place(target: Any) -> Any:

@@ -1,5 +1,6 @@
 """PyTorch models and state_dicts as leaves and layers, and how they are written."""
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from parity.errors import InputError
+from parity.frameworks.classes import asked_once
 from parity.weights.leaf import Layer, Leaf, Role, Shared
 from parity.weights.paths import split
 from parity.weights.side_by_side import batches, side_by_side
@@ -47,7 +49,12 @@ def is_array(value: Any) -> bool:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return named(tensor.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unreadable(tensor: Tensor) -> str:
@@ -94,8 +101,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def kinds(module: nn.Module) -> tuple[str, ...]:
     """Public names of a module's classes, nearest first."""
+    return names_of(type(module))
+
+
+@asked_once
+def names_of(kind: Any) -> tuple[str, ...]:
     names = []
-    for cls in type(module).__mro__:
+    for cls in kind.__mro__:
         builtin = cls.__module__.startswith("torch.nn.modules")
         names.append(f"torch.nn.{cls.__name__}" if builtin else f"{cls.__module__}.{cls.__qualname__}")
     return tuple(names)
@@ -105,10 +117,12 @@ def make_leaf(path: str, tensor: Tensor, names: tuple[str, ...], role: Role) -> 
     owner, name = split(path)
 
     def share(axes: tuple[int, ...]) -> Shared | np.ndarray:
-        if not dense(tensor):
+        if not dense(tensor) or tensor.is_conj() or tensor.is_neg():
             return to_numpy(tensor).transpose(axes)
         # jax cannot permute without a copy, but it takes the strides of a permuted array as they come.
-        return Shared(tensor.detach().permute(axes), tuple(range(tensor.ndim)))
+        kept = tuple(range(tensor.ndim))
+        permuted = tensor.detach() if axes == kept else tensor.detach().permute(axes)
+        return Shared(Lent(permuted) if tensor.is_cpu and not tensor.is_pinned() else permuted, kept)
 
     def read() -> np.ndarray:
         return to_numpy(tensor)
@@ -117,8 +131,23 @@ def make_leaf(path: str, tensor: Tensor, names: tuple[str, ...], role: Role) -> 
     return Leaf(path, owner, name, names, tuple(tensor.shape), dtype, role, identity_of(tensor), read, share, reason)
 
 
+class Lent:
+    """A dense tensor in plain memory of the host, for `from_dlpack`: to say so takes torch itself as long as all the rest."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.data_ptr = tensor, tensor.data_ptr
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return torch.utils.dlpack.DLDeviceType.kDLCPU, 0
+
+    def __dlpack__(self, *, stream: None = None) -> Any:
+        return torch.utils.dlpack.to_dlpack(self.tensor)  # type: ignore[attr-defined]
+
+
 def dense(tensor: Tensor) -> bool:
     """Whether the elements lie without gaps or overlaps, in whatever order of the axes: others cannot be lent to jax."""
+    if tensor.is_contiguous():
+        return True
     strides = tensor.stride()
     return tensor.permute(sorted(range(tensor.ndim), key=lambda axis: -strides[axis])).is_contiguous()
 
@@ -138,16 +167,17 @@ def leaves(value: Any) -> list[Leaf]:
     if not is_model(value):
         return [make_leaf(path, tensor, (), "parameter") for path, tensor in value.items()]
     modules = dict(value.named_modules(remove_duplicate=False))
-    parameters = {path for path, _ in value.named_parameters(remove_duplicate=False)}
-    found = []
-    lazy = [path for path, tensor in value.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    state = value.state_dict(keep_vars=True)
+    lazy = [path for path, tensor in state.items() if is_lazy(tensor)]
     if lazy:
         raise InputError(f"{', '.join(lazy)} of a lazy module has no shape yet; run the model once on an example first")
-    for path, tensor in value.state_dict(keep_vars=True).items():
+    found = []
+    for path, tensor in state.items():
         if isinstance(tensor, Tensor):
-            owner = modules.get(split(path)[0])
-            role: Role = "parameter" if path in parameters else "buffer"
-            found.append(make_leaf(path, tensor, kinds(owner) if owner is not None else (), role))
+            owner, name = split(path)
+            module = modules.get(owner)
+            role: Role = "parameter" if module is not None and name in module._parameters else "buffer"
+            found.append(make_leaf(path, tensor, kinds(module) if module is not None else (), role))
     return found
 
 
