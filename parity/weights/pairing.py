@@ -121,7 +121,8 @@ def pair(
         target: a model or tree.
         rename: names on the torch side to names on the Flax side; either direction of travel.
             Between two of one framework, names of the source to names of the target.
-        ignore: patterns (`*` stands for anything) of leaves on either side to leave out.
+        ignore: patterns (`*` stands for anything) of leaves on either side to leave out, and of settings
+            that may disagree, after torch's path of their layer: `*.padding_idx`.
         names: what sentences call the two.
 
     Raises:
@@ -138,8 +139,9 @@ def pair(
         sources, targets = prepared(sources, layers[0], sides[0]), prepared(targets, layers[1], sides[1])
         layers = (single_layers(layers[0]), layers[1]) if sides[0] == "torch" else (layers[0], single_layers(layers[1]))
     renames = directed(Rename(rename), sides, sources)
-    problems = unused_patterns(ignore, ignored_source + ignored_target)
     sources, targets, layers = with_norms(sources, targets, layers, renames, sides)
+    told = settings(layers, renames, sides).accepting(ignore)
+    problems = unused_patterns(ignore, ignored_source + ignored_target + [setting_path(one) for one in told.accepted])
     sought = (lambda leaf: names_in(leaf, *sides), lambda leaf: known_names(leaf, sides[1]))
     cut = cut_as_named(sources, targets, renames, sought)
     apart = set_apart(cut.sources, cut.targets, layers, renames, sides)
@@ -171,7 +173,6 @@ def pair(
     problems += unfitting([one.key for one in renames.entries if one.key.text not in used], sources, sides)
     kept, lost = ties(pairs, whole.leaves[0], sides)
     problems += conflicting_ties(pairs)
-    told = settings(layers, renames, sides)
     problems = (
         cut.problems
         + whole.problems
@@ -195,7 +196,7 @@ def pair(
         tuple(whole.alone + apart.alone + left.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
-        tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))),
+        tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs), *told.left_out())),
         tuple(replace(one, reason=in_words(one.reason, names)) for one in unpaired),
     )
 
@@ -329,7 +330,7 @@ def sorted_out(leaves: list[Leaf], ignore: Iterable[str]) -> tuple[list[Leaf], l
 
 def unused_patterns(ignore: Iterable[str], ignored: list[str]) -> list[str]:
     return [
-        f"ignore pattern {pattern!r} fits no leaf of either side"
+        f"ignore pattern {pattern!r} fits no leaf of either side and no setting that disagrees"
         for pattern in ignore
         if not any(fits(path, pattern) for path in ignored)
     ]
@@ -694,6 +695,23 @@ class Told:
     disagreeing: list[str]
     refused: list[str]
     notes: list[str]
+    accepted: list[str] = field(default_factory=list)
+
+    def accepting(self, patterns: Iterable[str]) -> "Told":
+        """The same, without the disagreements that the caller knows of."""
+        known = [one for one in self.disagreeing if any(fits(setting_path(one), pattern) for pattern in patterns)]
+        return replace(self, disagreeing=[one for one in self.disagreeing if one not in known], accepted=known)
+
+    def left_out(self) -> list[str]:
+        """What a reader must know of that."""
+        return [f"a setting is left out of the verdict, as asked: {sentence}" for sentence in dict.fromkeys(self.accepted)]
+
+
+def setting_path(sentence: str) -> str:
+    """The name by which `ignore` means a disagreement: torch's path of the layer, a dot, and the setting told first."""
+    path, _, rest = sentence.partition(": ")
+    name = rest.partition("=")[0].strip()
+    return f"{path}.{name}" if name.isidentifier() else ""
 
 
 def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -250,3 +251,39 @@ def test_the_data_is_json_without_the_value():
 def test_a_result_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         small().plan = ()
+
+
+class TorchWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6)
+
+    def forward(self, ids):
+        return self.norm(self.words(ids))
+
+
+class FlaxWords(nnx.Module):
+    def __init__(self, rngs):
+        self.words = nnx.Embed(7, 6, rngs=rngs)
+        self.norm = nnx.LayerNorm(6, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.norm(self.words(ids))
+
+
+def test_a_setting_that_may_disagree_is_left_out_of_the_verdict_and_said_so():
+    pair = TorchWords().eval(), FlaxWords(nnx.Rngs(0))
+    assert "padding_idx=0 in torch" in parity.transfer(*pair).settings[0]
+    done = parity.transfer(*pair, ignore="*.padding_idx")
+    assert done.settings == () and done.passed
+    said = "a setting is left out of the verdict, as asked: words: padding_idx=0 in torch"
+    assert done.notes[0].startswith(said)
+    ids = np.array([[1, 2, 0], [4, 6, 3]], np.int32)
+    report = parity.compare(*pair, ids, levels=["weights", "identical"], ignore=["words.padding_idx"])
+    assert report.passed and report.level("weights").notes[0].startswith(said)
+    # Another setting of the same layer still counts, and so does the same of another.
+    pair[1].norm.epsilon = 1e-6
+    failed = parity.transfer(*pair, ignore="*.padding_idx")
+    assert len(failed.settings) == 1 and "eps=1e-05 in torch" in failed.settings[0]
+    with pytest.raises(parity.TransferError, match=r"'words\.eps' fits no leaf of either side and no setting that disagrees"):
+        parity.transfer(*pair, ignore="words.eps")
