@@ -7,7 +7,7 @@ BIN := .venv/bin
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up parity test test-slow lint format pin clean
+.PHONY: help set-up parity test test-slow lint docs format pin clean
 
 help:  ## this list
 	@echo 'Each target first installs what it needs, once.'
@@ -32,6 +32,9 @@ lint: set-up  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: set-up  ## build the documentation into docs/_build
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 format: set-up  ## put the code into the house format and repair what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -40,5 +43,5 @@ pin: set-up  ## write constraints.txt from what .venv holds
 	$(BIN)/python scripts/pin.py > constraints.new && mv constraints.new constraints.txt
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -51,3 +51,45 @@ def test_a_default_is_what_the_table_says(what, claims):
     assert len(claims) == 2, "each row has one claim for each side"
     for expression, value in claims:
         assert eval(expression, {**NAMES, "r": nnx.Rngs(0)}) == ast.literal_eval(value), expression
+
+
+# ----------------------------------------------------------------------------- code
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Code, and what it prints where a plain block follows at once, of one page in order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    fenced = re.compile(r"^```python\n(.*?)^```$(?:\n+^```\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+    return [(code, shown or "") for code, shown in fenced.findall(text)]
+
+
+@pytest.fixture
+def as_before():
+    """What pages add to the ledger and to the hypotheses is taken out again."""
+    from parity.evidence.hypotheses import table
+    from parity.weights import rules
+
+    kept = [(known, list(known)) for known in (table.HYPOTHESES, rules.RULES)]
+    yield
+    for known, before in kept:
+        known[:] = before
+
+
+@pytest.mark.parametrize("page", ["index.md", "extend.md"])
+def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, capsys, as_before):
+    names: dict[str, Any] = {"__name__": "docs"}
+    for code, shown in blocks(page):
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        assert not shown or printed.strip() == shown.strip()
+
+
+def test_a_table_of_faults_and_pictures_that_pages_name_exist():
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (DOCS / target).exists(), f"{page.name} names {target}"
+
+
+def test_the_code_of_the_port_stays_short():
+    folder = DOCS.parent / "examples" / "sentence_encoder"
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")) < 200
