@@ -33,7 +33,7 @@ from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
 
 # Trials that share one pair of one shape: more would be cheaper, fewer would try more shapes.
-SHARED = 40
+SHARED = 10
 # A trial that takes longer has not passed.
 SECONDS = 120
 # Of so many trials one is traced module by module too.
