@@ -1,6 +1,6 @@
 """How far apart two arrays are, and how far apart rounding alone can bring them. NumPy only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,27 @@ def identity(flax64: np.ndarray, torch64: np.ndarray, bound: float) -> tuple[Ide
     return Identity(flax64.size, *counts, ratio, bound), unexplained
 
 
+def worst_part(
+    flax64: np.ndarray, torch64: np.ndarray, bound: Callable[[Any], float]
+) -> tuple[Identity, np.ndarray]:
+    """Compare two float64 results, values far apart in magnitude apart from each other.
+
+    Args:
+        flax64: Flax's result, any shape.
+        torch64: torch's, same shape.
+        bound: the largest difference that rounding explains at indices such as `alike` gives.
+
+    Returns:
+        The figures of the worst part, and where it lies.
+    """
+    parts = alike(torch64)
+    results = [identity(flax64[part], torch64[part], bound(part))[0] for part in parts]
+    worst = max(range(len(parts)), key=lambda number: results[number].ratio)
+    where = np.zeros(torch64.shape, bool)
+    where[parts[worst]] = True
+    return results[worst], where
+
+
 @dataclass(frozen=True)
 class Precision:
     """Flax's error in a deployed dtype against torch's own, both from the float64 oracle.
@@ -263,7 +284,8 @@ def precision(
     """Whether Flax is as precise as torch in a dtype.
 
     `max err <= 4 max_ens + u scale` and `rms err <= 3 rms_ens + u scale / 4`, where `ens` is
-    torch run on inputs and weights jittered by at most half an ulp.
+    torch run on inputs and weights jittered by at most half an ulp. Values far apart in magnitude are judged apart, as
+    `alike` says, where no magnitude is given.
 
     Args:
         flax: Flax's result in the dtype.
@@ -273,13 +295,30 @@ def precision(
         scale: magnitude of the values; None takes the largest of the oracle.
         last: whether the ensemble has runs that round at every elementary operation.
     """
+    parts = alike(oracle) if scale is None else [...]
+    rule = (ELEMENTARY_RULE if last else PRECISION_RULE)[dtype]
+    found = [
+        precision_of_part(flax[part], [run[part] for run in ensemble], oracle[part], dtype, rule, scale) for part in parts
+    ]
+    return max(found, key=lambda result: max(result.max_ratio, result.rms_ratio))
+
+
+def precision_of_part(
+    flax: np.ndarray,
+    ensemble: list[np.ndarray],
+    oracle: np.ndarray,
+    dtype: str,
+    rule: tuple[float, float, float, float],
+    scale: float | None,
+) -> Precision:
+    """`precision` of values that one magnitude judges."""
     scale = finite_scale(oracle) if scale is None else scale
     valid = np.isfinite(oracle)
     for run in [flax, *ensemble]:
         valid &= np.isfinite(wide(run))
     if not valid.any():
         return Precision(0.0, 0.0, 0.0, 0.0)
-    k_max, floor_max, k_rms, floor_rms = (ELEMENTARY_RULE if last else PRECISION_RULE)[dtype]
+    k_max, floor_max, k_rms, floor_rms = rule
     errors = [wide(run)[valid] - oracle[valid] for run in ensemble]
     mine = wide(flax)[valid] - oracle[valid]
     worst = max(float(np.abs(e).max()) for e in errors)
