@@ -37,7 +37,6 @@ from parity.cases import (
     PATTERNS,
     PRE_NORM,
     SA,
-    SDPA,
     STYLES,
     TRANSFORMER,
     Case,
@@ -138,7 +137,9 @@ def wing(rng: Generator) -> Program | None:
     """A layer of the two wings: attention, feed-forward network, a layer of the Transformer, or a small one."""
     module, dtype = str(rng.choice([*ATTENTIONS, FFN, ENCODER, DECODER, TRANSFORMER])), str(rng.choice(DTYPES))
     heads, width = int(rng.choice([1, 2, 3, 4, 8])), sized(rng, 2, 32)
-    lengths = sized(rng, 1, 6), sized(rng, 1, 40), sized(rng, 1, 40)
+    # Of one key that is padding torch's softmax is NaN, and 1 where XLA has left out the sum over a single number.
+    shortest = 2 if module in CONFIGURED else 1
+    lengths = sized(rng, 1, 6), sized(rng, shortest, 40), sized(rng, shortest, 40)
     mask, mask_dtype = MASKS[rng.integers(len(MASKS))] if module in ATTENTIONS and rng.random() < 0.6 else ("", "bool")
     if module in (MHSA, SA) and mask and dtype == "float16":
         # Both sides must refuse: float16 does not hold the -1e20 that they fill in.
@@ -173,8 +174,8 @@ def wing(rng: Generator) -> Program | None:
         count = 1 if module in (FFN, ENCODER) else 2 if module == DECODER else 3
         # What comes after the values are masks.
         wanted = numpy_float(dtype)
-        scaled = tuple((a.astype(np.float64) * size).astype(wanted) if i < count and a.dtype == wanted else a for i, a in enumerate(args))
-        return torch_model, flax_model, scaled
+        scaled = [a.astype(np.float64) * size if i < count and a.dtype == wanted else a for i, a in enumerate(args)]
+        return torch_model, flax_model, tuple(a.astype(wanted) if a.dtype == np.float64 else a for a in scaled)
 
     return Program(f"wings {module}", made.name, dtype, trial)
 
@@ -182,9 +183,28 @@ def wing(rng: Generator) -> Program | None:
 # ---------------------------------------------------------------- rows of the ledger
 
 # Sizes that a layer may have any number of, in torch's words and in Flax's.
-WIDTHS = ("in_features", "out_features", "in_channels", "out_channels", "num_features", "num_channels", "embed_dim", "kdim", "vdim")
+WIDTHS = (
+    "in_features",
+    "out_features",
+    "in_channels",
+    "out_channels",
+    "num_features",
+    "num_channels",
+    "embed_dim",
+    "kdim",
+    "vdim",
+)
 WIDTHS += ("input_size", "hidden_size", "embedding_dim", "normalized_shape")
-FLAX_WIDTHS = ("features", "in_features", "out_features", "num_features", "in_kv_features", "qkv_features", "hidden_features", "group_size")
+FLAX_WIDTHS = (
+    "features",
+    "in_features",
+    "out_features",
+    "num_features",
+    "in_kv_features",
+    "qkv_features",
+    "hidden_features",
+    "group_size",
+)
 
 
 @cache
@@ -206,6 +226,9 @@ def configurations(number: int) -> tuple[Configuration, ...]:
 def row(rng: Generator) -> Program | None:
     """A layer of torch.nn beside its counterpart in NNX or Linen, as wide as a few hundred."""
     number = int(rng.integers(len(ROWS)))
+    if ROWS[number].flax == "flax.nnx.WeightNorm":
+        # Its scales are no parameters: in training it is another layer, and is called so.
+        return None
     this, dtype, drawn = ROWS[number], str(rng.choice(DTYPES)), configurations(number)
     largest = 10.0 if "Attention" in this.cls.__name__ else 1e3
     one = longer(this, widened(this, drawn[rng.integers(len(drawn))], sized(rng, 1, 48)), sized(rng, 1, 12))
@@ -225,7 +248,10 @@ def row(rng: Generator) -> Program | None:
 
     def trial(rng: Generator) -> Pair:
         this.fitting(filled(source, rng, dtype, largest))
-        args = tuple(numbers(shape, rng, dtype, rows=rows, largest=largest) if x.is_floating_point() else x.numpy() for shape, x in zip(one.inputs, inputs))
+        args = tuple(
+            numbers(shape, rng, dtype, rows=rows, largest=largest) if x.is_floating_point() else x.numpy()
+            for shape, x in zip(one.inputs, inputs)
+        )
         return source, parity.transfer(source, target, cast="source").value, args
 
     return Program(str(this), f"{one.torch} {one.flax.options} {one.inputs}", dtype, trial)

@@ -33,14 +33,16 @@ from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
 
 # Trials that share one pair of one shape: more would be cheaper, fewer would try more shapes.
-SHARED = 10
+SHARED = 40
 # A trial that takes longer has not passed.
 SECONDS = 120
 # Of so many trials one is traced module by module too.
 TRACED = 5
 SAVED_EVERY = 10.0
 
-RATIOS = ("identical", "native", "gradients", "native gradients", "trace")
+RATIOS = ("identical", "native", "gradients", "native gradients", "trace", "last look")
+# What is run in addition where the noise of the runs before does not explain an error.
+LOOKS = ("ensemble", "shaken", "elementary", "elementary_more")
 EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Largest ratios whose trials are written down, to be looked at.
 LARGEST = 20
@@ -63,6 +65,7 @@ class Trial:
         ratios: difference over what is allowed, by level.
         report: what was found.
         text: what is said of it, where it did not pass.
+        looks: how many of `LOOKS` were taken.
         seconds: it took.
     """
 
@@ -74,6 +77,7 @@ class Trial:
     ratios: dict[str, float] = field(default_factory=dict)
     report: Report | None = None
     text: str = ""
+    looks: int = 0
     seconds: float = 0.0
 
 
@@ -89,6 +93,9 @@ def compared(program: clean_pairs.Program, seed: int, number: int, fresh: bool) 
         trial.report = climb(subject, levels, ("compiled",), spoil=fresh, diagnose=False)
         trial.levels = {level.level: level.status for level in trial.report.levels}
         trial.ratios = ratios(trial.report)
+        trial.looks = sum(look in vars(subject) for look in LOOKS)
+        if trial.looks == len(LOOKS):
+            trial.ratios["last look"] = max(trial.ratios.get(name, 0.0) for name in ("native", "native gradients"))
         if not trial.report.passed:
             trial.outcome, trial.text = "alarm", str(trial.report)
         elif number % TRACED == 0:
@@ -129,6 +136,7 @@ def empty_record(seed: int) -> dict[str, Any]:
         "trials": 0,
         "outcomes": {},
         "dtypes": {},
+        "looks": [0] * (1 + len(LOOKS)),
         "pairs": {},
         "ratios": {name: {"largest": 0.0, "trial": None, "histogram": [0] * len(EDGES)} for name in RATIOS},
         "edges": list(EDGES),
@@ -148,6 +156,7 @@ def count(record: dict[str, Any], trial: Trial) -> None:
     record["seconds"] = round(record["seconds"] + trial.seconds, 2)
     one_more(record["outcomes"], trial.outcome)
     one_more(record["dtypes"], trial.dtype)
+    record["looks"][trial.looks] += 1
     by_level = record["pairs"].setdefault(trial.pair, {})
     for level, status in trial.levels.items():
         one_more(by_level.setdefault(level, {}), status)
@@ -188,7 +197,9 @@ def read_record(path: Path, seed: int) -> dict[str, Any]:
         return empty_record(seed)
     record = json.loads(path.read_text(encoding="utf-8"))
     new = empty_record(seed)
-    unequal = [f"{key} {record.get(key)!r}, now {new[key]!r}" for key in ("seed", "code", "versions") if record.get(key) != new[key]]
+    unequal = [
+        f"{key} {record.get(key)!r}, now {new[key]!r}" for key in ("seed", "code", "versions") if record.get(key) != new[key]
+    ]
     if unequal:
         raise InputError(f"{path} was begun with {'; '.join(unequal)}: give --out another file, or remove this one")
     return record
@@ -229,7 +240,9 @@ def out_of_time(*_: Any) -> None:
 def main(
     trials: Annotated[int, typer.Option(help="how many are counted in all")] = 1000,
     seed: Annotated[int, typer.Option(help="of shapes, weights and inputs")] = 0,
-    out: Annotated[Path, typer.Option(help="the file of the counts; a run that was stopped goes on")] = Path("clean_trials.json"),
+    out: Annotated[Path, typer.Option(help="the file of the counts; a run that was stopped goes on")] = Path(
+        "clean_trials.json"
+    ),
     trial: Annotated[int | None, typer.Option(help="one trial alone, with its report")] = None,
     minutes: Annotated[float, typer.Option(help="stop after so many; the file can be gone on with")] = np.inf,
 ) -> None:
@@ -253,7 +266,9 @@ def main(
 
         run(record, trials, lambda: write_record(out, record), tell, time.monotonic() + 60 * minutes)
     worst = ", ".join(f"{name} {kept['largest']:.2g}" for name, kept in record["ratios"].items())
-    console.print(f"{record['trials']} trials: {record['outcomes']}; largest difference over the allowed: {worst}", highlight=False)
+    console.print(
+        f"{record['trials']} trials: {record['outcomes']}; largest difference over the allowed: {worst}", highlight=False
+    )
     raise typer.Exit(0 if record["outcomes"] == {"passed": record["trials"]} else 1)
 
 

@@ -214,9 +214,7 @@ def identity(flax64: np.ndarray, torch64: np.ndarray, bound: float) -> tuple[Ide
     return Identity(flax64.size, *counts, ratio, bound), unexplained
 
 
-def worst_part(
-    flax64: np.ndarray, torch64: np.ndarray, bound: Callable[[Any], float]
-) -> tuple[Identity, np.ndarray]:
+def worst_part(flax64: np.ndarray, torch64: np.ndarray, bound: Callable[[Any], float]) -> tuple[Identity, np.ndarray]:
     """Compare two float64 results, values far apart in magnitude apart from each other.
 
     Args:
@@ -297,9 +295,7 @@ def precision(
     """
     parts = alike(oracle) if scale is None else [...]
     rule = (ELEMENTARY_RULE if last else PRECISION_RULE)[dtype]
-    found = [
-        precision_of_part(flax[part], [run[part] for run in ensemble], oracle[part], dtype, rule, scale) for part in parts
-    ]
+    found = [precision_of_part(flax[part], [run[part] for run in ensemble], oracle[part], dtype, rule, scale) for part in parts]
     return max(found, key=lambda result: max(result.max_ratio, result.rms_ratio))
 
 

@@ -198,13 +198,13 @@ def settled(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     def within(path: str, step: Step) -> bool:
         return step.agrees and step.path != path and (not step.path or path.startswith(f"{step.path}."))
 
-    found = []
-    for number, step in enumerate(steps):
+    def seen(number: int, step: Step) -> Step:
         form = step.divergence is not None and step.divergence.elements == 0 and "NaN" not in step.divergence.reason
-        if form and step.divergence and any(within(step.path, later) for later in steps[number + 1 :]):
-            step = Step(step.path, step.call, True, note=f"answers in another form: {step.divergence.reason}")
-        found.append(step)
-    return tuple(found)
+        if not form or not step.divergence or not any(within(step.path, later) for later in steps[number + 1 :]):
+            return step
+        return Step(step.path, step.call, True, note=f"answers in another form: {step.divergence.reason}")
+
+    return tuple(seen(number, step) for number, step in enumerate(steps))
 
 
 def compare_step(expected: Captured, plain: Captured, actual: Captured, last: str | None) -> Step:

@@ -81,7 +81,19 @@ class Shaken(TorchDispatchMode):
         "index_select",
         "gather",
     )
-    COPIES += ("embedding", "constant_pad_nd", "flip", "threshold_backward", "zeros", "zeros_like", "zero", "fill", "full", "full_like", "ones")
+    COPIES += (
+        "embedding",
+        "constant_pad_nd",
+        "flip",
+        "threshold_backward",
+        "zeros",
+        "zeros_like",
+        "zero",
+        "fill",
+        "full",
+        "full_like",
+        "ones",
+    )
     COPIES += ("ones_like", "new_zeros", "empty", "empty_like", "scalar_tensor", "lift_fresh", "repeat", "arange", "neg", "abs")
 
     def __init__(self, units: Mapping[str, float], seed: int):
