@@ -88,11 +88,18 @@ class Function(nnx.Module):
         return self.function(*args)
 
 
+class Planted(frozenset[str]):
+    """The kinds that are planted; unlike a dict it has a hash, so that a compiled program is found again."""
+
+    def __getitem__(self, kind: str) -> bool:
+        return kind in self
+
+
 class Attend(nnx.Module):
     """Scores, mask, softmax, weighted sum: `(n, h, l, d)`; the mask says what may be seen."""
 
     def __init__(self, plan: Plan, place: str, *, causal: bool = False, dropout: bool = False):
-        self.plan, self.causal = {kind: plan(place, kind) for kind in self.kinds(causal)}, causal
+        self.plan, self.causal = Planted(kind for kind in self.kinds(causal) if plan(place, kind)), causal
 
     @staticmethod
     def kinds(causal: bool) -> list[str]:

@@ -205,7 +205,9 @@ class Gpt(nnx.Module):
 def torch_turned(x: Tensor) -> Tensor:
     """Rotary positions, halves, base 10000."""
     d = x.shape[-1]
-    angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
+    # In float64, as the port computes them: rounded to float32 they would be another function.
+    places, pairs = torch.arange(x.shape[2], dtype=torch.float64), torch.arange(0, d, 2, dtype=torch.float64)
+    angle = places[:, None] * 10000.0 ** (-pairs / d)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., : d // 2], x[..., d // 2 :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

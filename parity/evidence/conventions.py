@@ -97,7 +97,7 @@ def convention(torch_layer: Layer, flax_layer: Layer) -> Convention | None:
     kind = name.rstrip("123d")
     if kind in ("Conv", "ConvTranspose", "InstanceNorm"):
         return Convention(channels_last(int(name[-2])))
-    if kind in ("BatchNorm", "GroupNorm"):
+    if kind in ("BatchNorm", "SyncBatchNorm", "GroupNorm"):
         return Convention(channels_last())
     if name == "MultiheadAttention":
         order = time_first(torch_layer.settings("batch_first"), False)

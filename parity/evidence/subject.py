@@ -215,6 +215,26 @@ class Subject:
         return [self.torch_jittered(number, None, shake=True) for number in range(JITTERED_RUNS)]
 
     @cached_property
+    def elementary(self) -> list[Evaluation]:
+        """Torch in float64, with the result of every elementary operation rounded as in its dtype."""
+        return [self.torch_elementary(number) for number in range(JITTERED_RUNS)]
+
+    @cached_property
+    def elementary_more(self) -> list[Evaluation]:
+        """More such runs: where noise is seldom large, few runs do not show how large."""
+        return [self.torch_elementary(number) for number in range(JITTERED_RUNS, 4 * JITTERED_RUNS)]
+
+    def torch_elementary(self, number: int) -> Evaluation:
+        """One of them."""
+        with self.torch.pinned():
+            return self.torch.evaluate(
+                *(self.torch_model, self.call),
+                dtype="float64",
+                cotangents=self.cotangents,
+                watch=lambda names: self.torch.Elementary(UNIT, self.dtype, self.seed * 101 + number),
+            )
+
+    @cached_property
     def shaken_wide(self) -> list[Evaluation]:
         """The same in float64: how well float64 knows the result."""
         return [self.torch_jittered(number, "float64", shake=True) for number in range(JITTERED_RUNS)]

@@ -1,6 +1,7 @@
 """PyTorch in the words of this package: the door of its room."""
 
 from parity.frameworks.torch.edits import Edited as Edited
+from parity.frameworks.torch.elementary import Elementary as Elementary
 from parity.frameworks.torch.exactness import NotProvableError as NotProvableError
 from parity.frameworks.torch.exactness import Prover as Prover
 from parity.frameworks.torch.isolation import alone as alone

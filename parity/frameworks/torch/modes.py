@@ -81,7 +81,19 @@ class Shaken(TorchDispatchMode):
         "index_select",
         "gather",
     )
-    COPIES += ("embedding", "constant_pad_nd", "flip", "threshold_backward", "zeros", "zeros_like", "full", "full_like", "ones")
+    COPIES += (
+        "embedding",
+        "constant_pad_nd",
+        "flip",
+        "threshold_backward",
+        "zeros",
+        "zeros_like",
+        "zero",
+        "fill",
+        "full",
+        "full_like",
+        "ones",
+    )
     COPIES += ("ones_like", "new_zeros", "empty", "empty_like", "scalar_tensor", "lift_fresh", "repeat", "arange", "neg", "abs")
 
     def __init__(self, units: Mapping[str, float], seed: int):
@@ -91,8 +103,14 @@ class Shaken(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        views = any(r.alias_info is not None for r in func._schema.returns)
-        if views or func.overloadpacket.__name__ in self.COPIES:
+        aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        views = any(not alias.is_write for alias in aliases)
+        if views or func.overloadpacket.__name__.rstrip("_") in self.COPIES:
+            return result
+        if aliases:
+            # Who calls an operation in place goes on with what he gave it, whatever it returns.
+            for written in result if isinstance(result, tuple) else (result,):
+                written.copy_(self.moved(written))
             return result
         if isinstance(result, tuple):
             return tuple(self.moved(r) for r in result)
@@ -101,8 +119,11 @@ class Shaken(TorchDispatchMode):
     def moved(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or dtype_name(value) not in self.units:
             return value
-        self.drawn += 1
-        generator = torch.Generator(device=value.device).manual_seed(self.seed * 1_000_003 + self.drawn)
-        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device) * 2 - 1
-        wide = value.double() * (1 + self.units[dtype_name(value)] * noise)
+        wide = value.double() * (1 + self.units[dtype_name(value)] * self.uniform(value.shape, value.device))
         return wide.to(value.dtype)
+
+    def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """Numbers between -1 and 1, others each time."""
+        self.drawn += 1
+        generator = torch.Generator(device=device).manual_seed(self.seed * 1_000_003 + self.drawn)
+        return torch.rand(shape, generator=generator, dtype=torch.float64, device=device) * 2 - 1
