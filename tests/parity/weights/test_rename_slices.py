@@ -18,7 +18,7 @@ from transfer_helpers import FlaxHolder, bits, rngs, scramble, snapshot
 
 import parity
 from parity import InputError, TransferError
-from parity.weights.cuts import cut_as_named, uncovered
+from parity.weights.cuts import Alike, cut_as_named, uncovered
 from parity.weights.leaf import Leaf, gathered
 from parity.weights.names import Name, Span
 from parity.weights.paths import Rename, bare, in_order
@@ -657,3 +657,41 @@ def test_what_is_no_stack_of_these_gets_no_such_hint(shape):
     with pytest.raises(TransferError) as error:
         parity.transfer({f"h.{i}.w": torch.ones(2) for i in range(3)}, {"h.w": torch.ones(shape)})
     assert "in a stack" not in str(error.value)
+
+
+ranges = st.builds(
+    lambda begin, length, step: range(12)[begin : begin + length : step],
+    st.integers(0, 11),
+    st.integers(1, 12),
+    st.integers(1, 3),
+)
+
+
+@given(st.lists(ranges, min_size=1, max_size=6))
+def test_places_that_the_same_ranges_hold_are_one_group(some):
+    axis = Alike(some, 12)
+    holders = [tuple(places for places in some if place in places) for place in range(12)]
+    first = [place for place in range(12) if holders[place] not in holders[:place]]
+    assert [run.places.start for run in axis.runs] == first
+    for run in axis.runs:
+        end = run.places.stop
+        assert len({holders[place] for place in run.places}) == 1
+        assert end == 12 or holders[end] != holders[end - 1]
+    for places in some:
+        assert axis.within[places].tolist() == [number for number, place in enumerate(first) if place in places]
+
+
+def test_a_stack_is_accounted_for_in_the_time_of_going_through_it_once(monkeypatch):
+    touched: list[int] = []
+    unique = np.unique
+
+    def counted(array, **options):
+        touched.append(array.size)
+        return unique(array, **options)
+
+    monkeypatch.setattr(np, "unique", counted)
+    for count in (100, 200):
+        touched.clear()
+        Alike([range(number, number + 1) for number in range(count)], count)
+        # The groups, and each range once for them and once in them.
+        assert sum(touched) == 3 * count

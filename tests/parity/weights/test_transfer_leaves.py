@@ -436,11 +436,35 @@ def test_eight_bit_floats_survive(dtype):
     assert torch.equal(parity.transfer(target, back).value["a"].view(torch.uint8), tensor.view(torch.uint8))
 
 
+class Twice(nnx.Param):
+    """Holds twice what it is given."""
+
+    def set_value(self, value, **options):
+        super().set_value(value * 2, **options)
+
+    def get_value(self, **options):
+        return super().get_value(**options) / 2
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("make", [Twice, lambda array: nnx.Param(array, ref=True)], ids=["own", "reference"])
+def test_a_variable_takes_and_gives_its_array_through_its_own_methods(make, copy):
+    tensor, variable = torch.arange(1.0, 7.0).view(2, 3), make(jnp.zeros((2, 3)))
+    held = variable.get_raw_value()
+    target = FlaxHolder(a=variable)
+    parity.transfer({"a": tensor}, target, copy=copy)
+    factor = 2 if make is Twice else 1
+    assert np.array_equal(np.asarray(variable.get_raw_value()[...]), factor * tensor.numpy())
+    # A reference is written into, an array is replaced.
+    assert (variable.get_raw_value() is held) is not isinstance(held, jax.Array)
+    assert torch.equal(parity.transfer(target, {"a": torch.zeros(2, 3)}, copy=copy).value["a"], tensor)
+
+
 def test_complex_numbers_survive_conjugated_or_not():
     tensor = torch.complex(torch.arange(6.0), -torch.arange(6.0)).view(2, 3)
-    for source in (tensor, tensor.conj()):
+    for source, copy in itertools.product((tensor, tensor.conj()), (True, False)):
         target = FlaxHolder(a=jnp.zeros((2, 3), jnp.complex64))
-        parity.transfer({"a": source}, target)
+        parity.transfer({"a": source}, target, copy=copy)
         assert np.array_equal(np.asarray(target.a[...]), source.resolve_conj().numpy())
 
 
