@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
+from parity.weights import collector
 from parity.weights.claims import (
     Layers,
     Sides,
@@ -106,6 +107,7 @@ class Pairing:
     unpaired: tuple[Unpaired, ...] = ()
 
 
+@collector.waiting()
 def pair(
     source: Any,
     target: Any,

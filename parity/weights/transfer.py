@@ -1,5 +1,6 @@
 """Copy parameters between models and trees of both frameworks."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from parity.errors import InputError, TransferError, listed
+from parity.weights import collector
 from parity.weights.checkpoint import Source, Target, is_path
 from parity.weights.files import Tree, count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
@@ -237,7 +239,9 @@ def transfer(
     if problems:
         planned = outcome()
         raise TransferError(listed("transfer refused, nothing was written", problems), problems, planned.rename, planned)
-    value, done = pairing.target.fill(target, sent)
+    # What is lent needs no memory of its own, however long the collector waits.
+    with contextlib.nullcontext() if copy else collector.waiting():
+        value, done = pairing.target.fill(target, sent)
     if verify and not isinstance(target, Target):
         check_arrived(pairing, value, Sent(pairing, dtypes, copy=True))
     return outcome(value, done)
