@@ -42,7 +42,7 @@ class Player:
     Args:
         masks: what was recorded.
         arrays: masks in place of the recorded ones, of the structure of `masks.arrays()`; traced ones too.
-        modules: the paths of all modules of the model that runs, in torch's words.
+        modules: the path, in torch's words, of every module of the model that runs, by all paths that it has.
         target: whose model that is: `torch` or `flax`.
         rename: as in `parity.transfer`: from torch's names to Flax's.
         channels_last: torch paths, or patterns of them, of drops on feature maps whose channels Flax has last;
@@ -56,7 +56,7 @@ class Player:
         self,
         masks: DropoutMasks,
         arrays: Mapping[str, Sequence[Any]] | None,
-        modules: Iterable[str],
+        modules: Mapping[str, str],
         target: str,
         *,
         rename: Mapping[str, str] | None = None,
@@ -66,17 +66,28 @@ class Player:
         self.channels_last = None if channels_last is None else tuple(channels_last)
         self.problems: list[str] = []
         self.extra: list[Asked] = []
-        names = {path: path for path in masks.modules}
-        if masks.source != target:
-            renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
-            names = {path: renames.apply(path)[0] for path in masks.modules}
-        there = set(modules) | {""}
-        known = {name for name in names.values() if name in there} | {""}
-        self.home = lambda path: innermost(path, known)
+        renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
+        self.renamed: Callable[[str], str] = (lambda path: renames.apply(path)[0]) if masks.source != target else str
+        self.modules = {**modules, "": ""}
+        # One module of several paths may be several modules in the other model: their drops are in one order.
+        self.shared = {"": ""}
+        for way, first in masks.modules.items():
+            self.shared.setdefault(self.partner(way), self.partner(first))
         self.queues: dict[str, list[Waiting]] = {}
         for place, mask in in_order(masks, arrays):
-            # A path that only its drop tells is that of a module too.
-            self.queues.setdefault(self.home(names.get(place.path, place.path)), []).append(Waiting(place, mask))
+            self.queues.setdefault(self.home(self.partner(place.path)), []).append(Waiting(place, mask))
+
+    def partner(self, path: str) -> str:
+        """Of the modules around a recorded drop, the innermost that the running model has too: its path there."""
+        while (name := self.renamed(path)) not in self.modules:
+            path = path.rpartition(".")[0]
+        return self.modules[name]
+
+    def home(self, path: str) -> str:
+        """Of the modules around a drop of the running model, the innermost that the recorded one has too."""
+        while path not in self.shared:
+            path = path.rpartition(".")[0]
+        return self.shared[path]
 
     def take(self, path: str, shape: Sequence[int], rate: float | None) -> Waiting | None:
         """The mask of a drop, in the shape in which it is asked for.
@@ -194,13 +205,6 @@ def in_order(masks: DropoutMasks, arrays: Mapping[str, Sequence[Any]] | None) ->
         number = numbers[place.path] = numbers.get(place.path, -1) + 1
         found.append((place, arrays[place.path][number]))
     return found
-
-
-def innermost(path: str, known: set[str]) -> str:
-    """The deepest of the known paths that a path lies below, or is."""
-    while path not in known:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def moved_channels(own: tuple[int, ...], shape: tuple[int, ...], *, to_flax: bool) -> Callable[[Any], Any] | None:
