@@ -10,7 +10,6 @@ import numpy as np
 
 from parity.dropout.masks import DropoutMasks, Place
 from parity.errors import DivergenceError, InputError, listed
-from parity.weights.paths import Rename
 
 # A rate that went through float32 is still that rate.
 SAME_RATE = 1e-6
@@ -44,9 +43,10 @@ class Player:
         arrays: masks in place of the recorded ones, of the structure of `masks.arrays()`; traced ones too.
         modules: the path, in torch's words, of every module of the model that runs, by all paths that it has.
         target: whose model that is: `torch` or `flax`.
-        rename: as in `parity.transfer`: from torch's names to Flax's.
+        rename: makes a path of the recorded model one of the model that runs.
         channels_last: torch paths, or patterns of them, of drops on feature maps whose channels Flax has last;
             None decides by the shapes.
+        repeats: whether every call of the whole model begins with the first mask again.
 
     Raises:
         InputError: arrays are not of that structure.
@@ -59,23 +59,39 @@ class Player:
         modules: Mapping[str, str],
         target: str,
         *,
-        rename: Mapping[str, str] | None = None,
+        rename: Callable[[str], str] = str,
         channels_last: Iterable[str] | None = None,
+        repeats: bool = False,
     ):
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
         self.problems: list[str] = []
         self.extra: list[Asked] = []
-        renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
-        self.renamed: Callable[[str], str] = (lambda path: renames.apply(path)[0]) if masks.source != target else str
+        self.renamed = rename
         self.modules = {**modules, "": ""}
         # One module of several paths may be several modules in the other model: their drops are in one order.
         self.shared = {"": ""}
         for way, first in masks.modules.items():
             self.shared.setdefault(self.partner(way), self.partner(first))
+        self.repeats, self.all = repeats, [Waiting(*one) for one in in_order(masks, arrays)]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Hand out the first masks next."""
+        self.extra: list[Asked] = []
         self.queues: dict[str, list[Waiting]] = {}
-        for place, mask in in_order(masks, arrays):
-            self.queues.setdefault(self.home(self.partner(place.path)), []).append(Waiting(place, mask))
+        for one in self.all:
+            self.queues.setdefault(self.home(self.partner(one.place.path)), []).append(one)
+
+    def enter(self) -> None:
+        """The whole model is called."""
+        if self.repeats:
+            self.rewind()
+
+    def leave(self) -> None:
+        """That call is over."""
+        if self.repeats:
+            self.tell_unmatched()
 
     def partner(self, path: str) -> str:
         """Of the modules around a recorded drop, the innermost that the running model has too: its path there."""
@@ -109,10 +125,10 @@ class Player:
             return None
         found = queue.pop(at)
         if fit is None:
-            self.problems.append(self.misfit(found.place, path, shape))
+            self.tell(self.misfit(found.place, path, shape))
             return None
         if rate is not None and abs(rate - found.place.rate) > SAME_RATE:
-            self.problems.append(
+            self.tell(
                 f"{self.names(found.place, path)} drops at another rate: {self.both(f'{found.place.rate:g}', f'{rate:g}')}; "
                 "set the same"
             )
@@ -129,7 +145,7 @@ class Player:
         if own == shape:
             ambiguous = move is not None and sum(size > 1 for size in own[1:]) > 1 and place.kind == "element"
             if ambiguous and self.convolutional and len(own) > 3:
-                self.problems.append(
+                self.tell(
                     f"{place.path or 'the model'} drops in shape {own}, which fits with the channels first and last; "
                     f"say with channels_last=() that Flax has them first, or with channels_last=({place.path!r},) that it has them last"
                 )
@@ -172,9 +188,16 @@ class Player:
         Raises:
             DivergenceError: something did not.
         """
-        problems = [*self.problems, *unmatched([w.place for queue in self.queues.values() for w in queue], self.extra, self)]
-        if problems:
-            raise DivergenceError(listed("the two models do not drop alike", problems))
+        if not self.repeats:
+            self.tell_unmatched()
+        if self.problems:
+            raise DivergenceError(listed("the two models do not drop alike", self.problems))
+
+    def tell_unmatched(self) -> None:
+        """Keep what was recorded or drawn by one side only."""
+        left = [one.place for queue in self.queues.values() for one in queue]
+        for problem in unmatched(left, list(self.extra), self):
+            self.tell(problem)
 
 
 def as_it_is(mask: Any) -> Any:

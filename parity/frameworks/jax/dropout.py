@@ -30,19 +30,20 @@ class Frame:
         path: in torch's words.
         call: which call of it this is, from 0.
         module: itself.
-        drawn: drops that it made itself, with their masks.
+        drawn: drops that it made itself, with their masks, and the rates at which it asked for them.
     """
 
     path: str
     call: int
     module: Any = None
-    drawn: list[tuple[Place, Any]] = field(default_factory=list)
+    drawn: list[tuple[Place, Any, float | None]] = field(default_factory=list)
 
 
 class Frames:
-    """Where a model is in its run."""
+    """Where a model is in its run; a player is told when the whole of it is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, player: Player | None = None) -> None:
+        self.player = player
         self.open: list[Frame] = []
         self.counts: dict[str, int] = {}
         # A mask for every drop while a module is tried by itself, and the paths of those that were.
@@ -53,11 +54,16 @@ class Frames:
     def inside(self, path: str, module: Any) -> Iterator[Frame]:
         """A call of a module."""
         number = self.counts[path] = self.counts.get(path, -1) + 1
+        whole = self.player if path == "" and not self.open else None
+        if whole is not None:
+            whole.enter()
         self.open.append(Frame(path, number, module))
         try:
             yield self.open[-1]
         finally:
             self.open.pop()
+        if whole is not None:
+            whole.leave()
 
     @property
     def here(self) -> Frame:
@@ -111,11 +117,12 @@ def replayed(player: Player, frames: Frames) -> Draw:
         if frames.pattern is not None:
             return frames.pattern(shape)
         frame = frames.here
-        found = player.take(frame.path, shape, rate_of(keep)) if 0 not in shape else None
+        rate = rate_of(keep)
+        found = player.take(frame.path, shape, rate) if 0 not in shape else None
         if found is None:
             return own()
         mask = jnp.asarray(found.mask, bool)
-        frame.drawn.append((found.place, mask))
+        frame.drawn.append((found.place, mask, rate))
         return mask
 
     return draw
@@ -181,7 +188,7 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
     frame = frames.here
     if path in frames.tried or len(frame.drawn) != 1 or len(args) != 1 or jnp.shape(args[0]) != jnp.shape(output):
         return ""
-    place = frame.drawn[0][0]
+    place, mask, rate = frame.drawn[0]
     if place.scale is None or place.kind not in ("element", "channels"):
         return ""
     frames.tried.add(path)
@@ -189,24 +196,25 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
     try:
         with jax.ensure_compile_time_eval():
             found = np.asarray(call(jnp.ones(jnp.shape(args[0]), args[0].dtype)), np.float64)
-            kept = np.broadcast_to(np.asarray(every_other(np.shape(frame.drawn[0][1]))), found.shape)
+            kept = np.broadcast_to(np.asarray(every_other(np.shape(mask))), found.shape)
     except Exception:
         return ""
     finally:
         frames.pattern = None
-    return told_factor(path, place, found, kept)
+    # Another rate is told where it is asked for.
+    return told_factor(path, place.scale if rate is None or rate == 1 else 1 / (1 - rate), found, kept)
 
 
 def every_other(shape: tuple[int, ...]) -> jax.Array:
     return jnp.arange(int(np.prod(shape))).reshape(shape) % 2 == 0
 
 
-def told_factor(path: str, place: Place, found: np.ndarray, kept: np.ndarray) -> str:
+def told_factor(path: str, scale: float, found: np.ndarray, kept: np.ndarray) -> str:
     """What a module makes of ones, in words, if it is not what torch makes of them."""
     if kept.all() or not kept.any():
         return ""
     here, there = (np.unique(found[where]) for where in (kept, ~kept))
-    name, scale = path or "the model", float(place.scale or 1)
+    name = path or "the model"
     if len(here) != 1 or len(there) != 1:
         return ""
     if here[0] == 0 and there[0] != 0:

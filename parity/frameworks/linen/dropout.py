@@ -93,7 +93,7 @@ def recording(model: Linen) -> Iterator[DropoutMasks]:
 @contextlib.contextmanager
 def replaying(model: Linen, player: Player) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    frames = Frames()
+    frames = Frames(player)
 
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
@@ -102,7 +102,7 @@ def replaying(model: Linen, player: Player) -> Iterator[None]:
         if problem:
             player.tell(problem)
         if stock(module) and len(frame.drawn) == 1:
-            place, mask = frame.drawn[0]
+            place, mask, _ = frame.drawn[0]
             return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
         return output
 

@@ -148,7 +148,7 @@ def recording(model: Any) -> Iterator[DropoutMasks]:
 @contextlib.contextmanager
 def replaying(model: Any, player: Player) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    frames = Frames()
+    frames = Frames(player)
 
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
@@ -157,7 +157,7 @@ def replaying(model: Any, player: Player) -> Iterator[None]:
         if problem:
             player.tell(problem)
         if stock(module) and len(frame.drawn) == 1:
-            place, mask = frame.drawn[0]
+            place, mask, _ = frame.drawn[0]
             return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
         return output
 

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import InputError, listed
+from parity.evidence.calls import Call
 from parity.frameworks.torch.leaves import kinds
+from parity.frameworks.torch.running import evaluate
 from parity.weights.wrappers import PRIVATE
 
 aten = torch.ops.aten
@@ -70,11 +72,13 @@ class Paths:
         self.frames: list[Frame] = []
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the calls meanwhile."""
+    def followed(self, player: Player | None = None) -> Iterator[None]:
+        """Follow the calls meanwhile; a player is told when the whole model is called."""
 
         def enter(module: nn.Module, _: Any) -> None:
             path = self.known.get(id(module))
+            if player is not None and module is self.model and not self.frames:
+                player.enter()
             if path is not None:
                 number = self.counts[path] = self.counts.get(path, -1) + (not recomputing())
                 self.frames.append(Frame(module, path, number))
@@ -82,6 +86,8 @@ class Paths:
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if id(module) in self.known:
                 self.frames.pop()
+            if player is not None and module is self.model and not self.frames:
+                player.leave()
 
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(enter).remove)
@@ -291,11 +297,19 @@ def replaying(model: nn.Module, player: Player) -> Iterator[None]:
         return as_outside(frame.module, kind, own)
 
     mode = Drawing(paths, functions, draw)
-    with paths.followed(), unfused(), functions, mode:
+    with paths.followed(player), unfused(), functions, mode:
         yield
     for problem in mode.problems:
         player.tell(problem)
     player.finish()
+
+
+def masks_of(model: nn.Module, call: Call, seed: int) -> DropoutMasks:
+    """The masks that a model draws in one call, by random numbers of this seed. To be called under `pinned`."""
+    torch.manual_seed(seed)
+    with recording(model) as masks:
+        evaluate(model, call)
+    return masks
 
 
 def as_outside(module: nn.Module, kind: str, mask: Tensor) -> Tensor:
