@@ -163,7 +163,9 @@ class Player:
         if shared is not None:
             axes = ", ".join(map(str, shared))
             side = self.target if shape != place.shape and all(shape[axis] == 1 for axis in shared) else self.source
-            advice = "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
+            advice = (
+                "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
+            )
             return f"{names}: {side} broadcasts one mask over axis {axes}: {both}; {advice}"
         return f"{names}: the masks have other shapes: {both}; drop the same tensor on both sides"
 
@@ -222,7 +224,9 @@ def in_order(masks: DropoutMasks, arrays: Mapping[str, Sequence[Any]] | None) ->
         if (given := [tuple(map(int, np.shape(mask))) for mask in arrays.get(path, ())]) != expected.get(path, [])
     ]
     if problems:
-        raise InputError(listed("arrays must be of the structure of masks.arrays(); give those of a run with an equal plan", problems))
+        raise InputError(
+            listed("arrays must be of the structure of masks.arrays(); give those of a run with an equal plan", problems)
+        )
     found = []
     for place in masks.plan:
         number = numbers[place.path] = numbers.get(place.path, -1) + 1

@@ -22,6 +22,38 @@ NUMBERS = itertools.count(1)
 MASKS = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
 
 
+class Programs:
+    """Which compiled functions are found again: inside none that was compiled before, and behind it those alone."""
+
+    def __init__(self) -> None:
+        self.outer, self.inner = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def __enter__(self) -> "Programs":
+        renew(self.outer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rewind()
+        self.outer.close()
+
+    def renew(self) -> None:
+        """Find none of those again that were compiled until now: the next drop has another mask."""
+        renew(self.inner)
+
+    def rewind(self) -> None:
+        """Find those again that were found at the beginning: the next drop has the first mask."""
+        self.inner.close()
+
+
+def renew(contexts: contextlib.ExitStack) -> None:
+    """Let compiled functions be compiled anew until these contexts are left."""
+    if MASKS is not None:
+        contexts.enter_context(MASKS(next(NUMBERS)))
+        return
+    jax.clear_caches()
+    contexts.callback(jax.clear_caches)
+
+
 @dataclass
 class Frame:
     """A module while it is called.
@@ -43,7 +75,7 @@ class Frames:
     """Where a model is in its run; a player is told when the whole of it is called."""
 
     def __init__(self, player: Player | None = None) -> None:
-        self.player = player
+        self.player, self.programs = player, Programs()
         self.open: list[Frame] = []
         self.counts: dict[str, int] = {}
         # A mask for every drop while a module is tried by itself, and the paths of those that were.
@@ -64,6 +96,8 @@ class Frames:
             self.open.pop()
         if whole is not None:
             whole.leave()
+            if whole.repeats:
+                self.programs.rewind()
 
     @property
     def here(self) -> Frame:
@@ -72,32 +106,25 @@ class Frames:
 
 
 @contextlib.contextmanager
-def fresh_programs() -> Iterator[None]:
-    """Let every function that is compiled already be compiled anew inside, and be found again after."""
-    if MASKS is not None:
-        with MASKS(next(NUMBERS)):
-            yield
-        return
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        jax.clear_caches()
+def drawing(draw: Draw, programs: Programs) -> Iterator[None]:
+    """Send every `jax.random.bernoulli` through `draw`.
 
-
-@contextlib.contextmanager
-def drawing(draw: Draw) -> Iterator[None]:
-    """Send every `jax.random.bernoulli` through `draw`."""
+    Args:
+        draw: gets what draws a mask, its shape and the probability to keep; returns the mask.
+        programs: what is compiled in between; a function that is called again draws again.
+    """
     original = jax.random.bernoulli
 
     @functools.wraps(original)
     def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any) -> Any:
         whole = tuple(map(int, jnp.shape(p) if shape is None else shape))
-        return draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
+        mask = draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
+        programs.renew()
+        return mask
 
     jax.random.bernoulli = bernoulli
     try:
-        with fresh_programs():
+        with programs:
             yield
     finally:
         jax.random.bernoulli = original
@@ -128,7 +155,9 @@ def replayed(player: Player, frames: Frames) -> Draw:
     return draw
 
 
-def recorded(masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple[str, bool]]) -> tuple[Draw, Callable[[], None]]:
+def recorded(
+    masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple[str, bool]]
+) -> tuple[Draw, Callable[[], None]]:
     """Puts masks on the record, those of compiled functions too.
 
     Args:
@@ -151,7 +180,9 @@ def recorded(masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         mask, frame, rate = own(), frames.here, rate_of(keep)
         kind, scales = kind_of(frame.module)
-        sites.append((frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None))
+        sites.append(
+            (frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None)
+        )
         if isinstance(mask, jax.core.Tracer):
             jax.debug.callback(functools.partial(keep_mask, len(sites) - 1), mask)
         else:

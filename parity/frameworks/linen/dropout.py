@@ -85,7 +85,7 @@ def recording(model: Linen) -> Iterator[DropoutMasks]:
         with frames.inside(path, module):
             return call(*args, **kwargs)
 
-    with drawing(draw), followed(model, around):
+    with drawing(draw, frames.programs), followed(model, around):
         yield masks
     finish()
 
@@ -106,7 +106,7 @@ def replaying(model: Linen, player: Player) -> Iterator[None]:
             return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
         return output
 
-    with drawing(replayed(player, frames)), followed(model, around):
+    with drawing(replayed(player, frames), frames.programs), followed(model, around):
         yield
     player.finish()
 

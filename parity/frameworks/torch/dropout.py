@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.dropout.keys import Keyed
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import InputError, listed
@@ -72,7 +73,7 @@ class Paths:
         self.frames: list[Frame] = []
 
     @contextlib.contextmanager
-    def followed(self, player: Player | None = None) -> Iterator[None]:
+    def followed(self, player: Player | Keyed | None = None) -> Iterator[None]:
         """Follow the calls meanwhile; a player is told when the whole model is called."""
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -277,7 +278,7 @@ def recording(model: nn.Module) -> Iterator[DropoutMasks]:
 
 
 @contextlib.contextmanager
-def replaying(model: nn.Module, player: Player) -> Iterator[None]:
+def replaying(model: nn.Module, player: Player | Keyed) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
     refuse(model)
     paths, functions = Paths(model), Functions()
