@@ -159,12 +159,11 @@ def key_source(keys: Any, rename: Mapping[str, str] | None) -> KeyOf:
         return one_after_another(key_of(keys))
     owner = frameworks.owner(keys)
     if owner is not None and owner.is_model(keys):
-        if not hasattr(rooms := frameworks.load(f"{owner.__name__.rpartition('.')[2]}.dropout"), "streams_of"):
-            raise InputError(
-                f"keys cannot be read from {frameworks.describe(keys)}; record its masks with parity.record_dropout and replay them"
-            )
+        room, _ = room_of(keys, "threefry_dropout")
+        if not hasattr(room, "streams_of"):
+            raise InputError(f"{frameworks.describe(keys)} has no keys of its own; record its masks and replay them instead")
         renames = Rename(rename)
-        return of_streams(rooms.streams_of(keys), lambda path: renames.apply(path)[0])
+        return of_streams(room.streams_of(keys), lambda path: renames.apply(path)[0])
     if "jax" in sys.modules and frameworks.load("nnx").is_array(keys):
         keys = frameworks.load("nnx.dropout").key_data(keys)
     if callable(keys):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
-from parity.evidence.dropping import replayed
 from parity.evidence.diagnose import diagnose_subject
+from parity.evidence.dropping import replayed
 from parity.evidence.ladder import CLIMB
 from parity.evidence.result import LEVELS, Finding, LevelResult, Report
 from parity.evidence.subject import Subject, arrays_of
@@ -50,6 +50,9 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
+        dropout: None refuses models that drop; `replay` takes them in train mode, and lets both drop by the masks
+            that torch draws for `seed`. How they drop is part of the level `structure` then; the level `wiring`,
+            inputs that do not fit and the diagnosis are left out. Batch norms must be in eval mode.
 
     Returns:
         The report; on failure with a trace that names the first divergence, and with a diagnosis.

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,38 +16,47 @@ from parity.dropout.player import Player
 # Gets what draws a mask, its shape and the probability to keep; returns the mask.
 Draw = Callable[[Callable[[], Any], tuple[int, ...], Any], Any]
 
-NUMBERS = itertools.count(1)
 # Compiled functions are found again only under the same value: what was compiled with other masks, or none, is not.
 MASKS = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
+# The value under which a module is tried by itself: always with the same mask.
+TRIAL = 0
 
 
 class Programs:
-    """Which compiled functions are found again: inside none that was compiled before, and behind it those alone."""
+    """Which compiled functions are found again: inside none that has other masks in it, behind it those from before."""
+
+    # A value under which nothing that draws a mask has been compiled so far.
+    unused = TRIAL + 1
 
     def __init__(self) -> None:
         self.outer, self.inner = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> "Programs":
-        renew(self.outer)
+        only_under(Programs.unused, self.outer)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.rewind()
         self.outer.close()
 
-    def renew(self) -> None:
-        """Find none of those again that were compiled until now: the next drop has another mask."""
-        renew(self.inner)
+    def drawn(self) -> None:
+        """A mask was drawn. If that was for a program, the program is not found again, for the next drop has another mask.
+
+        Operations that run one by one stay compiled: they draw nothing.
+        """
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
+            Programs.unused += 1
+            only_under(Programs.unused, self.inner)
 
     def rewind(self) -> None:
         """Find those again that were found at the beginning: the next drop has the first mask."""
         self.inner.close()
 
 
-def renew(contexts: contextlib.ExitStack) -> None:
-    """Let compiled functions be compiled anew until these contexts are left."""
+def only_under(value: int, contexts: contextlib.ExitStack) -> None:
+    """Find only such compiled functions again that were compiled under this value, until these contexts are left."""
     if MASKS is not None:
-        contexts.enter_context(MASKS(next(NUMBERS)))
+        contexts.enter_context(MASKS(value))
         return
     jax.clear_caches()
     contexts.callback(jax.clear_caches)
@@ -119,7 +127,7 @@ def drawing(draw: Draw, programs: Programs) -> Iterator[None]:
     def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any) -> Any:
         whole = tuple(map(int, jnp.shape(p) if shape is None else shape))
         mask = draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
-        programs.renew()
+        programs.drawn()
         return mask
 
     jax.random.bernoulli = bernoulli
@@ -225,7 +233,8 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
     frames.tried.add(path)
     frames.pattern = every_other
     try:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), contextlib.ExitStack() as contexts:
+            only_under(TRIAL, contexts)
             found = np.asarray(call(jnp.ones(jnp.shape(args[0]), args[0].dtype)), np.float64)
             kept = np.broadcast_to(np.asarray(every_other(np.shape(mask))), found.shape)
     except Exception:

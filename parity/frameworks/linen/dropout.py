@@ -98,12 +98,12 @@ def replaying(model: Linen, player: Player) -> Iterator[None]:
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
             output = call(*args, **kwargs)
+            if stock(module) and len(frame.drawn) == 1:
+                place, mask, _ = frame.drawn[0]
+                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
             problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
-        if problem:
-            player.tell(problem)
-        if stock(module) and len(frame.drawn) == 1:
-            place, mask, _ = frame.drawn[0]
-            return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
+            if problem:
+                player.tell(problem)
         return output
 
     with drawing(replayed(player, frames), frames.programs), followed(model, around):
