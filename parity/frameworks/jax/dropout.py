@@ -108,9 +108,9 @@ class Frames:
                 self.programs.rewind()
 
     @property
-    def here(self) -> Frame:
-        """The innermost call."""
-        return self.open[-1] if self.open else Frame("", 0)
+    def here(self) -> Frame | None:
+        """The innermost call; None where none of the model's modules is called: what is drawn then is not its own."""
+        return self.open[-1] if self.open else None
 
 
 @contextlib.contextmanager
@@ -151,10 +151,9 @@ def replayed(player: Player, frames: Frames) -> Draw:
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         if frames.pattern is not None:
             return frames.pattern(shape)
-        frame = frames.here
-        rate = rate_of(keep)
-        found = player.take(frame.path, shape, rate) if 0 not in shape else None
-        if found is None:
+        frame, rate = frames.here, rate_of(keep)
+        found = player.take(frame.path, shape, rate) if frame is not None and 0 not in shape else None
+        if found is None or frame is None:
             return own()
         mask = jnp.asarray(found.mask, bool)
         frame.drawn.append((found.place, mask, rate))
@@ -187,6 +186,8 @@ def recorded(
 
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         mask, frame, rate = own(), frames.here, rate_of(keep)
+        if frame is None:
+            return mask
         kind, scales = kind_of(frame.module)
         sites.append(
             (frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None)
@@ -225,7 +226,13 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
         call: calls it on other arrays. What it raises only says that it cannot be tried.
     """
     frame = frames.here
-    if path in frames.tried or len(frame.drawn) != 1 or len(args) != 1 or jnp.shape(args[0]) != jnp.shape(output):
+    if (
+        frame is None
+        or path in frames.tried
+        or len(frame.drawn) != 1
+        or len(args) != 1
+        or jnp.shape(args[0]) != jnp.shape(output)
+    ):
         return ""
     place, mask, rate = frame.drawn[0]
     if place.scale is None or place.kind not in ("element", "channels"):

@@ -1,5 +1,6 @@
 """Models of both frameworks that drop, alike or with a planted fault. All sizes are different."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +12,20 @@ from helpers import random
 from torch import nn
 
 import parity
+from parity.frameworks.jax.running import QUICK
 
 torch.set_num_threads(1)
 
 N, L, E, HEADS, WIDE = 3, 5, 8, 2, 12
 X = random("dropout input").standard_normal((N, L, E)).astype(np.float32)
 IMAGES = random("dropout images").standard_normal((N, 2, 5, 7)).astype(np.float32)
+
+
+def program(model: Any) -> Callable[..., Any]:
+    """An NNX model as a compiled function of its arguments, compiled quickly."""
+    graphdef, state = nnx.split(model)
+    run = jax.jit(lambda state, *args: nnx.merge(graphdef, state)(*args), compiler_options=QUICK["cpu"])
+    return lambda *args: run(state, *args)
 
 
 def recorded(model: nn.Module, *args: np.ndarray) -> tuple[parity.DropoutMasks, np.ndarray]:
@@ -203,16 +212,16 @@ class FlaxDrops(nnx.Module):
 
 # What must be named for each fault.
 FAULTS = {
-    "broadcast over the batch": r"^.*: a: flax broadcasts one mask over axis 0: expected \(torch\) \(3, 5, 8\), actual \(flax\) "
-    r"\(1, 5, 8\); set broadcast_dropout=False or broadcast_dims=\(\)",
+    "broadcast over the batch": r"^.*: a: flax broadcasts one mask over axis 0: expected \(torch\) \(3, 5, 8\), actual "
+    r"\(flax\) \(1, 5, 8\); set broadcast_dropout=False or broadcast_dims=\(\)",
     "broadcast over two axes": r"a: flax broadcasts one mask over axis 0, 1: .*\(1, 1, 8\)",
     "rate": r"^.*: a drops at another rate: expected \(torch\) 0.25, actual \(flax\) 0.3; set the same",
-    "unscaled": r"^.*: a does not scale what it keeps: expected \(torch\) times 1.33333, actual \(flax\) times 1; divide by 1 - rate",
-    "scaled by the inverse": r"^.*: a scales what it keeps by another factor: expected \(torch\) times 1.3.*\(flax\) times 0.75",
+    "unscaled": r"^.*: a does not scale what it keeps: expected \(torch\) times 1.33333, actual \(flax\) times 1; divide",
+    "scaled by the inverse": r"^.*: a scales what it keeps by another factor: expected \(torch\) times 1.3.* times 0.75",
     "keeps what is dropped": r"^.*: a drops what its mask keeps",
-    "another place": r"^.*: dropout stands at another place: torch drops at a, flax at c, both in shape \(3, 5, 8\); move it, or say",
-    "another shape": r"^.*: a: the masks have other shapes: expected \(torch\) \(3, 5, 8\), actual \(flax\) \(3, 5, 7\); drop the same",
-    "twice": r"^.*: dropout too often: flax drops at a once more often than torch \(shape \(3, 5, 8\)\); drop as often on both",
-    "missing": r"^.*: dropout is missing: torch drops at b once more often than flax \(shape \(3, 5, 4\)\); drop there too, in train",
+    "another place": r"^.*: dropout stands at another place: torch drops at a, flax at c, both in shape \(3, 5, 8\); move it",
+    "another shape": r"^.*: a: the masks have other shapes: expected \(torch\) \(3, 5, 8\), actual \(flax\) \(3, 5, 7\);",
+    "twice": r"^.*: dropout too often: flax drops at a once more often than torch \(shape \(3, 5, 8\)\); drop as often",
+    "missing": r"^.*: dropout is missing: torch drops at b once more often than flax \(shape \(3, 5, 4\)\); drop there",
     "own numbers": r"^.*: dropout is missing: torch drops at b once .* by jax.random.bernoulli",
 }

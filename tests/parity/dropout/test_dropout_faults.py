@@ -10,8 +10,12 @@ import parity
 MASKS, Y = recorded(Drops(), X)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "traced masks"])
-@pytest.mark.parametrize("fault", FAULTS)
+# Operation by operation those of them that look at numbers and those at the end of a run; shapes tell the others.
+@pytest.mark.parametrize(
+    ("fault", "way"),
+    [(fault, "compiled") for fault in FAULTS]
+    + [(fault, way) for fault in ("unscaled", "missing", "broadcast over the batch") for way in ("eager", "traced masks")],
+)
 def test_a_planted_fault_is_named(fault, way):
     flax = FlaxDrops(fault)
     with pytest.raises(parity.DivergenceError, match=FAULTS[fault]):
@@ -101,8 +105,7 @@ LINEN = {
 }
 
 
-@pytest.mark.parametrize("fault", LINEN)
-@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize(("fault", "way"), [(fault, "compiled") for fault in LINEN] + [("unscaled", "eager"), ("", "eager")])
 def test_a_planted_fault_in_linen_is_named(fault, way):
     model = parity.Linen(LinenDrops(fault), {}, jnp.asarray(X), rngs={"dropout": jax.random.key(0)})
     call = lambda x: run_linen(model, {}, x)  # noqa: E731
