@@ -29,10 +29,11 @@ def program(model: Any) -> Callable[..., Any]:
 
 
 def recorded(model: nn.Module, *args: np.ndarray) -> tuple[parity.DropoutMasks, np.ndarray]:
-    """The masks of a run of torch, and what it returned."""
+    """The masks of a run of torch, and what it returned, or the first of it."""
     with parity.record_dropout(model) as masks:
         output = model(*map(torch.from_numpy, args))
-    return masks, output.detach().numpy()
+    first = output[0] if isinstance(output, tuple) else output
+    return masks, first.detach().numpy()
 
 
 # ------------------------------------------------------------------ a layer of torch's own, its twins

@@ -41,7 +41,11 @@ eager, compiled = (lambda model, x: model(x)), nnx.jit(lambda model, x: model(x)
 def merged(model):
     """A call that leaves the model's random state alone."""
     graphdef, state = nnx.split(model)
-    return lambda x: nnx.merge(graphdef, jax.tree.map(lambda array: array, state))(x)
+
+    def call(x):
+        return nnx.merge(graphdef, jax.tree.map(lambda array: array, state))(x)
+
+    return call
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -50,7 +54,7 @@ def test_a_drop_is_bit_equal_forwards_and_backwards(dtype):
     cotangent = torch.from_numpy(random("bits back").standard_normal((7, 33))).to(x.dtype)
     with jax.enable_x64(dtype == "float64"):
         plain, back = (jnp.asarray(t.detach().double().numpy(), dtype) for t in (x, cotangent))
-        for rate in (0.1, 0.15, 0.3, 0.5, 0.9):
+        for rate in (0.15, 0.3, 0.9):
             x.grad = None
             model, flax = nn.Dropout(rate), nnx.Dropout(rate, rngs=nnx.Rngs(0))
             ours = parity.Linen(linen.Dropout(rate, deterministic=False), {}, plain, rngs={"dropout": jax.random.key(0)})
