@@ -74,7 +74,6 @@ class Player:
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
         self.problems: list[str] = []
-        self.extra: list[Asked] = []
         self.renamed = rename
         self.modules = {**modules, "": ""}
         # One module of several paths may be several modules in the other model: their drops are in one order.

@@ -148,7 +148,8 @@ class Drawing(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         last, self.last = self.last, None
-        if func is aten.div_.Scalar and last is not None and last[0] is args[0]:
+        divides = func in (aten.div_.Scalar, aten.div_.Tensor) and last is not None and last[0] is args[0]
+        if divides and last is not None and getattr(args[1], "ndim", 0) == 0:
             last[1](float(args[1]))
         if torch.Tag.nondeterministic_seeded not in func.tags or idle(func, args, kwargs) or not self.paths.frames:
             return func(*args, **kwargs)
@@ -159,9 +160,8 @@ class Drawing(TorchDispatchMode):
         output = func(*args, **kwargs)
         given = named(func, args, kwargs)
         if func is aten.native_dropout.default:
-            rate, mask = float(given["p"]), output[1]
-            own = self.draw("element", rate, mask)
-            return output if own is None else (given["input"] * own.to(given["input"].dtype) * (1 / (1 - rate)), own)
+            own = self.draw("element", given["p"], output[1])
+            return output if own is None else (given["input"] * own.to(given["input"].dtype) * (1 / (1 - given["p"])), own)
         if func._schema.name.split("::")[1] not in ("bernoulli", "bernoulli_"):
             where = self.paths.frames[-1].path or "the model"
             self.tell(

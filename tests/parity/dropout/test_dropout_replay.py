@@ -54,7 +54,7 @@ def test_a_drop_is_bit_equal_forwards_and_backwards(dtype):
     cotangent = torch.from_numpy(random("bits back").standard_normal((7, 33))).to(x.dtype)
     with jax.enable_x64(dtype == "float64"):
         plain, back = (jnp.asarray(t.detach().double().numpy(), dtype) for t in (x, cotangent))
-        for rate in (0.15, 0.3, 0.9):
+        for rate in (0.15, 0.9):
             x.grad = None
             model, flax = nn.Dropout(rate), nnx.Dropout(rate, rngs=nnx.Rngs(0))
             ours = parity.Linen(linen.Dropout(rate, deterministic=False), {}, plain, rngs={"dropout": jax.random.key(0)})
@@ -62,7 +62,7 @@ def test_a_drop_is_bit_equal_forwards_and_backwards(dtype):
                 y = model(x)
                 y.backward(cotangent)
             for twin, call in ((flax, merged(flax)), (ours, lambda x, ours=ours: run_linen(ours, {}, x))):
-                for run in (call, jax.jit(call)) if rate == 0.15 else (call,):
+                for run in (call, jax.jit(call)) if (rate, dtype) == (0.15, "float32") else (call,):
                     with parity.replay_dropout(twin, masks):
                         output, pull = jax.vjp(run, plain)
                         (gradient,) = pull(back)
