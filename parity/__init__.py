@@ -3,10 +3,14 @@
 Importing this package loads neither framework.
 """
 
-from parity.declared import Declared as Declared
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair
+from parity.dropout import threefry as threefry
+from parity.dropout.contexts import record_dropout as record_dropout
+from parity.dropout.contexts import replay_dropout as replay_dropout
+from parity.dropout.contexts import threefry_dropout as threefry_dropout
+from parity.dropout.masks import DropoutMasks as DropoutMasks
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError

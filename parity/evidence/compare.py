@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
 from parity.evidence.diagnose import diagnose_subject
+from parity.evidence.dropping import replayed
 from parity.evidence.ladder import CLIMB
 from parity.evidence.result import LEVELS, Finding, LevelResult, Report
 from parity.evidence.subject import Subject, arrays_of
@@ -25,6 +26,7 @@ def compare(
     seed: int = 0,
     strict: bool = False,
     diagnose: bool = True,
+    dropout: str | None = None,
 ) -> Report:
     """Tell whether a Flax model is the same function as a torch model, level by level.
 
@@ -33,7 +35,7 @@ def compare(
     afterwards. Neither model nor any argument is changed.
 
     Args:
-        torch_model: a `torch.nn.Module` in eval mode. Canonical: what it does is right.
+        torch_model: a `torch.nn.Module` in eval mode, unless `dropout` says otherwise. Canonical: what it does is right.
         flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
         args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
         kwargs: keyword arguments for both.
@@ -48,6 +50,9 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
+        dropout: None refuses models that drop; `replay` takes them in train mode, and lets both drop by the masks
+            that torch draws for `seed`. How they drop is part of the level `structure` then; the level `wiring`,
+            inputs that do not fit and the diagnosis are left out. Batch norms must be in eval mode.
 
     Returns:
         The report; on failure with a trace that names the first divergence, and with a diagnosis.
@@ -56,7 +61,8 @@ def compare(
         InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
         MissingFrameworkError: a framework is not installed.
     """
-    chosen, ways = checked_levels(levels), checked_modes(modes)
+    drops, ways = replays(dropout), checked_modes(modes)
+    chosen = checked_levels([name for name in LEVELS if name != "wiring"] if drops and levels is None else levels)
     subject = Subject(
         torch_model,
         flax_model,
@@ -66,8 +72,12 @@ def compare(
         ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
         seed=seed,
         gradients="gradients" in chosen,
+        dropout=drops,
     )
-    return climb(subject, chosen, ways, strict, diagnose=diagnose)
+    if not drops:
+        return climb(subject, chosen, ways, strict, diagnose=diagnose)
+    with replayed(subject):
+        return climb(subject, chosen, ways, strict, spoil=False, diagnose=False)
 
 
 def climb(
@@ -92,7 +102,9 @@ def climb(
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
     results: list[LevelResult] = []
     for level in levels:
-        if refused and level != "weights":
+        if level == "wiring" and subject.dropping is not None:
+            results.append(LevelResult(level, "not run", "the models drop: compare them in eval mode for this level"))
+        elif refused and level != "weights":
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
@@ -156,6 +168,17 @@ def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:
     if not ways or any(way not in ("compiled", "eager") for way in ways):
         raise InputError(f"modes must be 'compiled', 'eager' or both, got {', '.join(map(repr, ways)) or 'nothing'}")
     return ways
+
+
+def replays(dropout: Any) -> bool:
+    """Whether the models may drop.
+
+    Raises:
+        InputError: it is neither of what can be asked for.
+    """
+    if dropout not in (None, "replay"):
+        raise InputError(f"dropout must be None or 'replay', got {dropout!r}")
+    return dropout is not None
 
 
 def names(given: Any) -> tuple[Any, ...]:
