@@ -1,0 +1,180 @@
+"""A dispatch mode that puts every operation of a torch module's own code on a tape."""
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity.evidence.tape import Step, Tape
+from parity.frameworks.source_lines import innermost, of_python
+from parity.frameworks.torch.leaves import to_numpy
+
+# They make tensors of nothing but numbers, or hand one on; what they are given tells nothing of their result.
+SILENT = ("detach", "lift_fresh", "alias", "_local_scalar_dense", "is_same_size", "empty", "empty_like", "empty_strided")
+
+
+class Recorder(TorchDispatchMode):
+    """Put operations on a tape, with a fingerprint in place of every tensor.
+
+    Attributes:
+        tape: what ran.
+        paused: above 0 inside a module that answers as it is told.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.paused = 0
+        # By identity and version: a tensor that is written into is another value from then on.
+        self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
+        self.writers: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        silent = name in SILENT
+        inputs = tensors((args, kwargs)) if not silent or "empty" not in name else []
+        taken = [self.number(t) for t in inputs]
+        result = func(*args, **kwargs)
+        if name == "lift_fresh":
+            # What `torch.tensor` makes of numbers.
+            self.tape.values[taken[0]].constant = True
+        if silent:
+            self.handed_on(taken, tensors(result))
+            return result
+        self.record(name, func, taken, inputs, args, kwargs, tensors(result))
+        return result
+
+    def record(
+        self, name: str, func: Any, taken: list[int], inputs: list[Tensor], args: Any, kwargs: Any, made: list[Tensor]
+    ) -> None:
+        step = self.tape.begin()
+        constant = all(self.tape.values[i].constant for i in taken)
+        written = [t for t in inputs if is_written(func, t, args, kwargs)]
+        for tensor in written:
+            self.writers[storage(tensor)] = step
+        outputs = [self.put(t, step, constant) for t in made]
+        outputs += [self.put(t, step, constant) for t in written if not any(t is other for other in made)]
+        outputs += self.parts(name, args, step)
+        line, within = innermost(of_python(sys._getframe(2)))
+        self.tape.steps.append(Step(name.strip("_"), within, line, tuple(taken), tuple(outputs)))
+
+    def number(self, tensor: Tensor) -> int:
+        """The value that a tensor holds now."""
+        found = self.known.get(key(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        # Through another view of its memory an operation may have written into it.
+        writer = self.writers.get(storage(tensor)) if tensor._version else None
+        number = self.put(tensor, writer, False)
+        if writer is not None:
+            one = self.tape.steps[writer]
+            base = self.latest(tensor)
+            outputs, inputs = (*one.outputs, number), (*one.inputs, *([] if base is None else [base]))
+            self.tape.steps[writer] = Step(one.name, one.within, one.line, inputs, outputs)
+        return number
+
+    def latest(self, tensor: Tensor) -> int | None:
+        """What a tensor held before it was written into through a view."""
+        for version in range(tensor._version - 1, -1, -1):
+            found = self.known.get((id(tensor), version))
+            if found is not None and found[0]() is tensor:
+                return found[1]
+        return None
+
+    def put(self, tensor: Tensor, step: int | None, constant: bool) -> int:
+        number = self.tape.add(to_numpy(tensor), step, constant)
+        self.known[key(tensor)] = (weakref.ref(tensor), number)
+        return number
+
+    def handed_on(self, taken: list[int], made: list[Tensor]) -> None:
+        for tensor in made:
+            if taken:
+                self.known[key(tensor)] = (weakref.ref(tensor), taken[0])
+            else:
+                self.put(tensor, None, True)
+
+    def parts(self, name: str, args: Any, step: int) -> list[int]:
+        """What an operation computes on its way, where other implementations have it apart."""
+        inner = PARTS.get(name)
+        if inner is None:
+            return []
+        return [self.tape.add(to_numpy(t), step) for t in inner(*args)]
+
+
+def layer_norm_parts(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> list[Tensor]:
+    """The centred input, the variance, with epsilon, and the normalised input."""
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
+    return normalised(x, dims, eps)
+
+
+def normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> list[Tensor]:
+    mean = x.mean(dims, keepdim=True)
+    squares = x.square()
+    variance = (x - mean).square().mean(dims, keepdim=True)
+    inverse = (variance + eps).rsqrt()
+    found = [mean, x - mean, (x - mean).square(), variance, variance + eps, (variance + eps).sqrt(), inverse]
+    return [*found, (x - mean) * inverse, squares, squares.mean(dims, keepdim=True), mean.square()]
+
+
+def batch_norm_parts(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any) -> list[Tensor]:
+    """The same with the statistics that were kept."""
+    if training or mean is None:
+        return normalised(x, (0, *range(2, x.ndim)), rest[-1])
+    eps, shape = next(e for e in reversed(rest) if isinstance(e, float)), (1, -1, *[1] * (x.ndim - 2))
+    inverse = (variance + eps).rsqrt()
+    centred = x - mean.reshape(shape)
+    return [centred, variance + eps, (variance + eps).sqrt(), inverse, centred * inverse.reshape(shape)]
+
+
+def group_norm_parts(x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float) -> list[Tensor]:
+    """The same group by group."""
+    return normalised(x.reshape(n, groups, -1), (-1,), eps)
+
+
+def softmax_parts(x: Tensor, dim: int, *rest: Any) -> list[Tensor]:
+    """The largest of each row, what is left without it, its exponentials, and their sum."""
+    top = x.amax(dim, keepdim=True)
+    return [top, x - top, (x - top).exp(), (x - top).exp().sum(dim, keepdim=True), x.exp()]
+
+
+PARTS: dict[str, Any] = {
+    "native_layer_norm": layer_norm_parts,
+    "native_batch_norm": batch_norm_parts,
+    "_native_batch_norm_legit_no_training": batch_norm_parts,
+    "native_group_norm": group_norm_parts,
+    "_softmax": softmax_parts,
+    "_log_softmax": softmax_parts,
+}
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in arguments or results, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [t for one in tree for t in tensors(one)] if isinstance(tree, list | tuple) else []
+
+
+def is_written(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether an operation writes into a tensor that it is given."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            if any(t is tensor for t in tensors(given)):
+                return True
+    return False
+
+
+def key(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
