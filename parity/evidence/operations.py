@@ -16,8 +16,9 @@ from parity.errors import first_line
 from parity.evidence.faults import FirstOperation, Isolated, Isolation, SourceLine, Spot
 from parity.evidence.fingerprints import Fingerprint, Table, apart, comparable, fingerprint, same_layout
 from parity.evidence.isolation import Isolator
-from parity.evidence.numerics import finite_scale
+from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.tape import Step, Tape, TooLongError, Value
+from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, is_array
 
 # Wrong modules of one comparison into which is looked.
@@ -25,6 +26,17 @@ NAMED = 3
 # Two fingerprints that far apart, in units of the scale, are those of other numbers; nearer than the least, none are.
 # Between the two the difference that is to be found decides: what is a small part of it counts as the same.
 LARGEST, LEAST, PART = 1e-9, 1e-14, 1 / 30
+# What the two call an operation of one sort.
+KINDS = {
+    "masking": ("masked_fill", "where", "select_n"),
+    "scaling": ("div", "mul"),
+    "sum": ("add", "sub", "add_any"),
+    "product": ("mm", "bmm", "addmm", "baddbmm", "mv", "dot_general", "convolution", "conv_general_dilated"),
+}
+# Masks and scales, and what may come between them.
+COMMUTING = ("masking", "scaling", "sum")
+# Operations after which what a scale or a mask does can no longer be made up for.
+WHOLE = ("masking", "reduce_max", "product", "exp", "max", "sum")
 # What draws random numbers, by a part of its name.
 RANDOM = ("bernoulli", "dropout", "rand", "normal_", "multinomial", "threefry", "rng_", "random_", "exponential_")
 
@@ -56,27 +68,43 @@ def first_operation(isolator: Isolator, trial: Trial, differing: Iterable[str]) 
     """The first operation that differs in a call that was run alone."""
     if isolator.dtype != "float64":
         return unnamed(f"the two are the same in float64 and part in {trial_dtype(trial)} by rounding, not at one operation")
-    places = in_order(isolator, trial, set(differing))
+    places = in_order(isolator, trial, set(differing)) or unlike(trial)
     if not places:
-        return unnamed("what differs is no value that both sides compute")
+        return unnamed("what differs is what the two return, not the numbers in it")
     mine, theirs = tapes(isolator, trial)
     found = unnamed("")
-    for place in places:
-        found = Alignment(isolator, trial, place, mine, theirs).run()
+    for place, expected, actual in places:
+        found = Alignment(isolator, trial, place, (mine, theirs), (expected, actual)).run()
         if found.torch or found.flax:
             return found
     return found
+
+
+# A place that differs, and what torch and Flax have there.
+Pair = tuple[Place, np.ndarray, np.ndarray]
+
+
+def unlike(trial: Trial) -> list[Pair]:
+    """The first output of each side, where the two return trees of another form."""
+    mine, theirs = ({p: a for p, a in side.items() if p.child is None and is_array(a)} for side in (trial.expected, trial.actual))
+    for place, array in mine.items():
+        fitting = next((a for p, a in theirs.items() if p not in mine and sorted(a.shape) == sorted(array.shape)), None)
+        same = fitting is not None and fitting.shape == array.shape and largest_gap(fitting, array) <= LARGEST * finite_scale(array)
+        if place not in theirs and fitting is not None and not same:
+            return [(place, array, fitting)]
+    return []
 
 
 def trial_dtype(trial: Trial) -> str:
     return next((str(a.dtype) for a in trial.expected.values() if is_array(a) and a.dtype.kind != "b"), "the models' dtype")
 
 
-def in_order(isolator: Isolator, trial: Trial, differing: set[str]) -> list[Place]:
+def in_order(isolator: Isolator, trial: Trial, differing: set[str]) -> list[Pair]:
     """The differing places that are arrays on both sides: what is given to modules below in the order of their calls first."""
     calls = [key[0] for key in isolator.children.get(trial.torch.key, ())]
     both = [p for p, a in trial.expected.items() if str(p) in differing and is_array(a) and is_array(trial.actual.get(p))]
-    return sorted(both, key=lambda p: nth(calls, p.child, p.call) if p.child is not None else len(calls))
+    ordered = sorted(both, key=lambda p: nth(calls, p.child, p.call) if p.child is not None else len(calls))
+    return [(place, trial.expected[place], trial.actual[place]) for place in ordered]
 
 
 def nth(calls: list[str], name: str, number: int) -> int:
@@ -141,47 +169,71 @@ class Side:
         value = self.value(number)
         if value.source is None or (value.constant and value.print.uniform) or self.alike(number):
             return True
-        same = next((i for i in self.step(value.source).inputs if not apart_by(self, i, number)), None)
-        return same is not None and self.settled(same)
+        before = self.before(number)
+        return before is not None and self.settled(before)
 
     def made(self, wanted: Fingerprint) -> int | None:
         """The last value of these numbers in this arrangement; in another if there is none. None if no operation saw it."""
-        fitting = Table([v.print for v in self.tape.values]).like(wanted, LEAST)
-        laid = [n for n in fitting if same_layout(self.value(n).print, wanted, LEAST)]
+        table = Table([v.print for v in self.tape.values])
+        # Two programs of the same code may round otherwise.
+        fitting = table.like(wanted, LEAST) or table.like(wanted, self.tolerance)
+        laid = [n for n in fitting if same_layout(self.value(n).print, wanted, self.tolerance)]
         return max(laid or fitting, default=None)
 
-    def frontier(self, start: int) -> list[Found]:
-        """The operations at which the numbers of a value part from the other side's, in the order in which they ran."""
+    def before(self, number: int) -> int | None:
+        """The operand of which a value is a mere rearrangement; None if it is computed, or given."""
+        source = self.value(number).source
+        return None if source is None else next((i for i in self.step(source).inputs if self.equal(i, number)), None)
+
+    def equal(self, one: int, other: int) -> bool:
+        """Whether two values of this side hold the same numbers."""
+        return apart(self.value(one).print, self.value(other).print) <= self.tolerance
+
+    def maker(self, number: int) -> int | None:
+        """The operation that computed a value, whatever rearranged it since; None if it was given."""
+        while (before := self.before(number)) is not None:
+            number = before
+        return self.value(number).source
+
+    def parting(self, start: int) -> "Parting":
+        """Where the numbers of a value part from the other side's; nowhere if the other side has them."""
+        if self.alike(start):
+            return Parting(self, (), ())
         found: dict[int, Found] = {}
-        seen, waiting = set[int](), [start]
+        seen, waiting, steps = set[int](), [start], set[int]()
         while waiting:
             number = waiting.pop()
             source = self.value(number).source
             if number in seen or source is None or (number != start and self.settled(number)):
                 continue
             seen.add(number)
-            open_ = [i for i in self.step(source).inputs if not self.settled(i)]
+            steps.add(source)
+            inputs = self.step(source).inputs
+            open_ = [i for i in inputs if not self.settled(i)]
+            rootless = [i for i in open_ if self.rootless(i)]
+            waiting += [i for i in open_ if i not in rootless]
+            for maker in filter(None.__ne__, map(self.maker, rootless)):
+                # It may well be right, and be made beforehand on the other side.
+                found[maker] = Found(maker, ())
             if not open_:
-                inputs = tuple(i for i in self.step(source).inputs if not plain(self.value(i)))
-                found[source] = Found(source, inputs)
-            elif self.is_constant(open_) and all(not self.step(f.step).inputs for i in open_ for f in self.frontier(i)):
-                # Made of nothing that the other side has: it may well be right, and be made there beforehand.
-                found[source] = Found(source, tuple(i for i in self.step(source).inputs if self.alike(i)))
-            else:
-                waiting += open_
-        return sorted(found.values(), key=lambda f: f.step)
+                found[source] = Found(source, tuple(i for i in inputs if not plain(self.value(i))))
+        return Parting(self, tuple(sorted(found.values(), key=lambda f: f.step)), tuple(sorted(steps)))
 
-    def is_constant(self, numbers: list[int]) -> bool:
-        return all(self.value(i).constant for i in numbers)
+    def rootless(self, number: int) -> bool:
+        """Whether a value is made of counted and plain numbers alone, and of none that the other side has."""
+        value = self.value(number)
+        if value.source is None or not value.constant or self.settled(number):
+            return False
+        return all(self.rootless(i) for i in self.step(value.source).inputs if not plain(self.value(i)))
 
     def rearranged(self, number: int) -> int | None:
         """The first operation on the way to a value that only arranges numbers, and as the other side does nowhere."""
         found: int | None = None
         while (source := self.value(number).source) is not None and not self.laid_alike(number):
-            before = [i for i in self.step(source).inputs if not apart_by(self, i, number)]
-            if not before:
+            before = self.before(number)
+            if before is None:
                 break
-            found, number = source, before[0]
+            found, number = source, before
         return found
 
     def laid_alike(self, number: int) -> bool:
@@ -189,8 +241,40 @@ class Side:
         return any(same_layout(one, self.other.values[n].print, self.tolerance) for n in self.alike(number))
 
 
-def apart_by(side: Side, one: int, other: int) -> bool:
-    return apart(side.value(one).print, side.value(other).print) > side.tolerance
+@dataclass(frozen=True)
+class Parting:
+    """Where one side parts from the other on the way to a value.
+
+    Attributes:
+        side: this one.
+        found: the operations that part, in the order in which they ran.
+        steps: these and all after them whose results the other side has not.
+    """
+
+    side: Side
+    found: tuple[Found, ...]
+    steps: tuple[int, ...]
+
+    def after(self, first: int) -> list[int]:
+        """The operations that work on what one of them makes, itself the first, as long as their order does not matter."""
+        made, after = set[int](), list[int]()
+        for step in self.steps:
+            if step == first or made & set(self.side.step(step).inputs):
+                moves = self.side.before(self.side.step(step).outputs[0]) is not None
+                if self.kind(step) not in COMMUTING and not moves:
+                    continue
+                after.append(step)
+                made |= set(self.side.step(step).outputs)
+        return after
+
+    def kind(self, step: int) -> str:
+        """What sort of operation it is, in words that both sides have in common."""
+        name = self.side.step(step).name
+        return next((kind for kind, names in KINDS.items() if name in names), name)
+
+    def hides(self, step: int) -> tuple[float, ...]:
+        """The shares of its result that are huge or NaN."""
+        return self.side.value(self.side.step(step).outputs[0]).print.shares
 
 
 def plain(value: Value) -> bool:
@@ -200,16 +284,18 @@ def plain(value: Value) -> bool:
 class Alignment:
     """Both sides of one call, seen from one place at which they differ."""
 
-    def __init__(self, isolator: Isolator, trial: Trial, place: Place, mine: Tape, theirs: Tape):
+    def __init__(
+        self, isolator: Isolator, trial: Trial, place: Place, tapes: tuple[Tape, Tape], arrays: tuple[np.ndarray, np.ndarray]
+    ):
         self.isolator, self.trial, self.place = isolator, trial, place
-        self.expected, self.actual = fingerprint(trial.expected[place]), fingerprint(trial.actual[place])
+        self.expected, self.actual = map(fingerprint, arrays)
         self.gap = apart(self.expected, self.actual)
-        noise = trial.bounds.get(place, 0.0) / (finite_scale(trial.expected[place]) or 1.0)
+        noise = trial.bounds.get(place, 0.0) / (finite_scale(arrays[0]) or 1.0)
         self.least = max(LEAST, noise)
         tolerance = min(LARGEST, max(self.least, self.gap * PART if np.isfinite(self.gap) else LARGEST))
         if self.gap <= self.least:
             tolerance = LARGEST
-        self.torch, self.flax = Side(mine, theirs, tolerance), Side(theirs, mine, tolerance)
+        self.torch, self.flax = Side(*tapes, tolerance), Side(*reversed(tapes), tolerance)
 
     def run(self) -> FirstOperation:
         """What differs first."""
@@ -218,22 +304,65 @@ class Alignment:
             return self.passed_on(mine, theirs)
         if self.gap <= self.least:
             return self.arranged(mine, theirs)
-        torch_found, flax_found = self.parting(self.torch, mine), self.parting(self.flax, theirs)
-        pair = self.best(torch_found, flax_found)
+        ours, others = self.torch.parting(mine), self.flax.parting(theirs)
+        pair = self.best(ours.found, others.found)
         if pair is None:
             return self.passed_on(mine, theirs)
         first, second = pair
         moved = self.moved(first, second)
         if moved is not None:
             return moved
-        return self.told(self.spot(self.torch, first.step), self.spot(self.flax, second.step))
+        return self.told(*self.in_step(ours, others, first.step, second.step))
 
-    def parting(self, side: Side, number: int) -> list[Found]:
-        """Where the numbers of a value part from the other side's; nowhere if the other side has them."""
-        return [] if side.alike(number) else side.frontier(number)
+    def in_step(self, ours: Parting, others: Parting, first: int, second: int) -> tuple[Spot, Spot, str]:
+        """The two operations, where each side has those of the other in another order; and what must be known of them."""
+        note = self.weights_note(first, second)
+        if ours.kind(first) != others.kind(second):
+            mine = next((s for s in ours.after(first) if ours.kind(s) == others.kind(second)), None)
+            theirs = next((s for s in others.after(second) if others.kind(s) == ours.kind(first)), None)
+            if mine is not None and theirs is not None:
+                first, second = self.commuted(ours, others, (first, mine), (second, theirs))
+            elif theirs is None and ours.kind(first) in KINDS and others.kind(second) in WHOLE:
+                name = self.torch.step(first).name
+                note = note or f"Flax has no {name} there, and goes on with {self.flax.step(second).name}"
+        if self.expected.shares[2] != self.actual.shares[2] and "masking" not in (ours.kind(first), others.kind(second)):
+            # NaN on one side only: what is hidden is hidden by another number, which is the same to all but what follows.
+            first, second = self.hiding(self.torch, first), self.hiding(self.flax, second)
+        return self.spot(self.torch, first), self.spot(self.flax, second), note
 
-    def best(self, mine: list[Found], theirs: list[Found]) -> tuple[Found, Found] | None:
-        """The two operations that take the same operands; the first of those that share most, None if none does."""
+    def commuted(self, ours: Parting, others: Parting, mine: tuple[int, int], theirs: tuple[int, int]) -> tuple[int, int]:
+        """Of two operations that the sides have in another order, those of the sort that differs."""
+        first, second = (mine[0], theirs[1]), (mine[1], theirs[0])
+        for one, other in ((first, second), (second, first)):
+            if ours.kind(one[0]) == "masking":
+                return one if ours.hides(one[0]) != others.hides(one[1]) else other
+        return first
+
+    def hiding(self, side: Side, step: int) -> int:
+        """The operation that puts huge numbers among those that an operation takes; itself if none does."""
+        while True:
+            inputs = side.step(step).inputs
+            hidden = next((i for i in inputs if 0 < side.value(i).print.shares[0] < 1), None)
+            source = None if hidden is None else side.value(hidden).source
+            if source is None:
+                return step
+            step = source
+
+    def weights_note(self, first: int, second: int) -> str:
+        """That an operation takes an array that was given to it and that the other side has not: itself it may be right."""
+        mine, theirs = (
+            any(self.is_foreign(side, i) for i in side.step(step).inputs)
+            for side, step in ((self.torch, first), (self.flax, second))
+        )
+        if mine and theirs:
+            return "a weight that they take differs"
+        return "it takes an array that torch has not" if theirs else ""
+
+    def is_foreign(self, side: Side, number: int) -> bool:
+        return side.maker(number) is None and not side.alike(number) and not plain(side.value(number))
+
+    def best(self, mine: tuple[Found, ...], theirs: tuple[Found, ...]) -> tuple[Found, Found] | None:
+        """The first two operations that take the same operands; the first of all if none do, None if a side has none."""
         pairs = [(self.shared(a, b), a, b) for a in mine for b in theirs]
         if not pairs:
             return None
@@ -262,9 +391,8 @@ class Alignment:
         first, second = self.torch.rearranged(a), self.flax.rearranged(b)
         spots = []
         for side, found, default, number in ((self.torch, first, mine, a), (self.flax, second, theirs, b)):
-            source = side.value(number).source
-            step = next((s for s in (found, default, source) if s is not None), None)
-            spots.append(self.passed(side) if step is None else self.spot(side, step))
+            step = next((s for s in (found, default, side.maker(number)) if s is not None), None)
+            spots.append(self.passed(side, number) if step is None else self.spot(side, step))
         return self.told(*spots, note="the same numbers, in another arrangement")
 
     # --- where one side does nothing --------------------------------------------------------------
@@ -272,19 +400,16 @@ class Alignment:
     def passed_on(self, mine: int | None, theirs: int | None) -> FirstOperation:
         """One side or both hand on a value that the other has too, or that was given to them."""
         spots, notes = [], []
-        for side, number, name in ((self.torch, mine, "torch"), (self.flax, theirs, "Flax")):
-            found = [] if number is None else self.parting(side, number)
-            source = None if number is None else side.value(number).source
-            if found:
-                spots.append(self.spot(side, found[0].step))
-            else:
-                spots.append(self.passed(side) if source is None else self.spot(side, source))
-                notes.append(f"{name} hands on a value that the other side has too")
-        return self.told(*spots, note="; ".join(notes) if len(notes) < 2 else "another value is handed on")
+        for side, number, name, other in ((self.torch, mine, "torch", "Flax"), (self.flax, theirs, "Flax", "torch")):
+            found = () if number is None else side.parting(number).found
+            step = found[0].step if found else None if number is None else side.maker(number)
+            spots.append(self.passed(side, number) if step is None else self.spot(side, step))
+            notes += [] if found else [f"{name} hands on what {other} goes on computing with"]
+        return self.told(*spots, note=notes[0] if len(notes) == 1 else "another value is handed on")
 
-    def passed(self, side: Side) -> Spot:
-        """A value that is handed on as it is: the line that calls the module which it is given to."""
-        return Spot("", "", self.call_line(side))
+    def passed(self, side: Side, number: int | None) -> Spot:
+        """A value that is handed on as it is: the line that calls the module to which it is given, or from which it comes."""
+        return Spot("", "", self.call_line(side, self.place.child, self.place.call) or self.answer_line(side, number))
 
     # --- in words ---------------------------------------------------------------------------------
 
@@ -301,17 +426,25 @@ class Alignment:
         own = self.isolator.own.get((self.trial.partner.path, one.call))
         return own.line if own else None
 
-    def call_line(self, side: Side) -> SourceLine | None:
-        """The line that calls the module below to which the value is given."""
-        name = self.place.child
-        if name is None:
-            return self.own_line(side)
+    def call_line(self, side: Side, name: str | None, number: int) -> SourceLine | None:
+        """The line that calls a module below for the time `number`, from 0."""
         keys = [k for k in self.isolator.children.get(self.trial.torch.key, ()) if k[0] == name]
-        key = keys[self.place.call] if self.place.call < len(keys) else (name, 0)
+        if name is None or number >= len(keys):
+            return None
         if side is self.torch:
-            return self.isolator.calls[key].line
-        own = self.isolator.own.get((self.isolator.partners[name].path, key[1]))
+            return self.isolator.calls[keys[number]].line
+        own = self.isolator.own.get((self.isolator.partners[name].path, keys[number][1]))
         return own.line if own else None
+
+    def answer_line(self, side: Side, number: int | None) -> SourceLine | None:
+        """The line that calls the module below which answers with a value."""
+        wanted = self.expected if number is None else side.value(number).print
+        for name, answers in self.trial.replies.items():
+            for i, answer in enumerate(answers):
+                arrays = [leaf for _, leaf in flatten(answer, is_array) if is_array(leaf)]
+                if any(apart(fingerprint(array), wanted) <= side.tolerance for array in arrays):
+                    return self.call_line(side, name, i)
+        return self.own_line(side)
 
     def told(self, mine: Spot, theirs: Spot, note: str = "") -> FirstOperation:
         drawn = [s.operation for s in (mine, theirs) if any(part in s.operation for part in RANDOM)]
