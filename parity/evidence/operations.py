@@ -36,7 +36,7 @@ KINDS = {
 # Masks and scales, and what may come between them.
 COMMUTING = ("masking", "scaling", "sum")
 # Operations after which what a scale or a mask does can no longer be made up for.
-WHOLE = ("masking", "reduce_max", "product", "exp", "max", "sum")
+WHOLE = ("masking", "reduce_max", "reduce_sum", "product", "exp", "max", "sum")
 # What draws random numbers, by a part of its name.
 RANDOM = ("bernoulli", "dropout", "rand", "normal_", "multinomial", "threefry", "rng_", "random_", "exponential_")
 
@@ -166,11 +166,13 @@ class Side:
 
     def settled(self, number: int) -> bool:
         """Whether nothing before this value needs to be looked at: it is given, a plain number, or the other side has it."""
-        value = self.value(number)
-        if value.source is None or (value.constant and value.print.uniform) or self.alike(number):
-            return True
-        before = self.before(number)
-        return before is not None and self.settled(before)
+        now: int | None = number
+        while now is not None:
+            value = self.value(now)
+            if value.source is None or (value.constant and value.print.uniform) or self.alike(now):
+                return True
+            now = self.before(now)
+        return False
 
     def made(self, wanted: Fingerprint) -> int | None:
         """The last value of these numbers in this arrangement; in another if there is none. None if no operation saw it."""
@@ -180,10 +182,17 @@ class Side:
         laid = [n for n in fitting if same_layout(self.value(n).print, wanted, self.tolerance)]
         return max(laid or fitting, default=None)
 
+    def operands(self, number: int) -> list[int]:
+        """What the operation that made a value takes; nothing for a value that was given.
+
+        What was written into the same memory since is later than the value.
+        """
+        source = self.value(number).source
+        return [] if source is None else [i for i in self.step(source).inputs if i < number]
+
     def before(self, number: int) -> int | None:
         """The operand of which a value is a mere rearrangement; None if it is computed, or given."""
-        source = self.value(number).source
-        return None if source is None else next((i for i in self.step(source).inputs if self.equal(i, number)), None)
+        return next((i for i in self.operands(number) if self.equal(i, number)), None)
 
     def equal(self, one: int, other: int) -> bool:
         """Whether two values of this side hold the same numbers."""
@@ -208,7 +217,7 @@ class Side:
                 continue
             seen.add(number)
             steps.add(source)
-            inputs = self.step(source).inputs
+            inputs = self.operands(number)
             open_ = [i for i in inputs if not self.settled(i)]
             rootless = [i for i in open_ if self.rootless(i)]
             waiting += [i for i in open_ if i not in rootless]
@@ -224,21 +233,23 @@ class Side:
         value = self.value(number)
         if value.source is None or not value.constant or self.settled(number):
             return False
-        return all(self.rootless(i) for i in self.step(value.source).inputs if not plain(self.value(i)))
+        return all(self.rootless(i) for i in self.operands(number) if not plain(self.value(i)))
 
     def rearranged(self, number: int) -> int | None:
-        """The first operation on the way to a value that only arranges numbers, and as the other side does nowhere."""
+        """The first operation on the way to a value that arranges numbers as the other side does nowhere."""
         found: int | None = None
-        while (source := self.value(number).source) is not None and not self.laid_alike(number):
-            before = self.before(number)
-            if before is None:
-                break
-            found, number = source, before
+        now: int | None = number
+        while now is not None and self.laid_otherwise(now):
+            found = self.value(now).source
+            now = next((i for i in self.operands(now) if self.laid_otherwise(i)), None)
         return found
 
-    def laid_alike(self, number: int) -> bool:
-        one = self.value(number).print
-        return any(same_layout(one, self.other.values[n].print, self.tolerance) for n in self.alike(number))
+    def laid_otherwise(self, number: int) -> bool:
+        """Whether the other side has these numbers along the same axes, and nowhere in this arrangement."""
+        one, others = self.value(number).print, [self.other.values[n].print for n in self.alike(number)]
+        if any(same_layout(one, other, self.tolerance) for other in others):
+            return False
+        return any(comparable(one, other) for other in others)
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,7 @@ class Parting:
         for step in self.steps:
             if step == first or made & set(self.side.step(step).inputs):
                 moves = self.side.before(self.side.step(step).outputs[0]) is not None
-                if self.kind(step) not in COMMUTING and not moves:
+                if step != first and self.kind(step) not in COMMUTING and not moves:
                     continue
                 after.append(step)
                 made |= set(self.side.step(step).outputs)
@@ -271,6 +282,21 @@ class Parting:
         """What sort of operation it is, in words that both sides have in common."""
         name = self.side.step(step).name
         return next((kind for kind, names in KINDS.items() if name in names), name)
+
+    def roots(self, step: int) -> list[int]:
+        """What an operation works on, as it was before it was scaled."""
+        found, waiting = list[int](), list(self.side.step(step).inputs)
+        while waiting:
+            number = waiting.pop()
+            source = self.side.value(number).source
+            moves = self.side.before(number)
+            if moves is not None:
+                waiting.append(moves)
+            elif source in self.steps and self.kind(source) == "scaling":
+                waiting += self.side.operands(number)
+            elif not plain(self.side.value(number)):
+                found.append(number)
+        return found
 
     def hides(self, step: int) -> tuple[float, ...]:
         """The shares of its result that are huge or NaN."""
@@ -332,11 +358,18 @@ class Alignment:
 
     def commuted(self, ours: Parting, others: Parting, mine: tuple[int, int], theirs: tuple[int, int]) -> tuple[int, int]:
         """Of two operations that the sides have in another order, those of the sort that differs."""
-        first, second = (mine[0], theirs[1]), (mine[1], theirs[0])
-        for one, other in ((first, second), (second, first)):
+        pairs = (mine[0], theirs[1]), (mine[1], theirs[0])
+        for one, other in (pairs, pairs[::-1]):
             if ours.kind(one[0]) == "masking":
                 return one if ours.hides(one[0]) != others.hides(one[1]) else other
-        return first
+        for one, other in (pairs, pairs[::-1]):
+            if ours.kind(one[0]) == "product":
+                return other if self.same_roots(ours.roots(one[0]), others.roots(one[1])) else one
+        return pairs[0]
+
+    def same_roots(self, mine: list[int], theirs: list[int]) -> bool:
+        """Whether two operations work on the same numbers, whatever scales them."""
+        return all(any(n in theirs for n in self.torch.alike(i)) for i in mine)
 
     def hiding(self, side: Side, step: int) -> int:
         """The operation that puts huge numbers among those that an operation takes; itself if none does."""

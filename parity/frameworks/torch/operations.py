@@ -14,6 +14,7 @@ from parity.frameworks.torch.leaves import to_numpy
 
 # They make tensors of nothing but numbers, or hand one on; what they are given tells nothing of their result.
 SILENT = ("detach", "lift_fresh", "alias", "_local_scalar_dense", "is_same_size", "empty", "empty_like", "empty_strided")
+SILENT += ("new_empty", "new_empty_strided")
 
 
 class Recorder(TorchDispatchMode):
@@ -60,7 +61,7 @@ class Recorder(TorchDispatchMode):
             self.writers[storage(tensor)] = step
         outputs = [self.put(t, step, constant) for t in made]
         outputs += [self.put(t, step, constant) for t in written if not any(t is other for other in made)]
-        outputs += self.parts(name, args, step)
+        outputs += self.parts(name, args, made, step)
         line, within = innermost(of_python(sys._getframe(2)))
         self.tape.steps.append(Step(name.strip("_"), within, line, tuple(taken), tuple(outputs)))
 
@@ -99,15 +100,36 @@ class Recorder(TorchDispatchMode):
             else:
                 self.put(tensor, None, True)
 
-    def parts(self, name: str, args: Any, step: int) -> list[int]:
+    def parts(self, name: str, args: Any, made: list[Tensor], step: int) -> list[int]:
         """What an operation computes on its way, where other implementations have it apart."""
         inner = PARTS.get(name)
         if inner is None:
             return []
-        return [self.tape.add(to_numpy(t), step) for t in inner(*args)]
+        return [self.tape.add(to_numpy(t), step) for t in inner(made[0], *args)]
 
 
-def layer_norm_parts(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> list[Tensor]:
+def product_parts(result: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    """The product without the bias."""
+    return [result - bias]
+
+
+def convolution_parts(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    """The convolution without the bias."""
+    return [] if bias is None else [result - bias.reshape(-1, *[1] * (result.ndim - 2))]
+
+
+def glu_parts(result: Tensor, x: Tensor, dim: int = -1) -> list[Tensor]:
+    """Both halves, and the gate."""
+    value, gate = x.chunk(2, dim)
+    return [value, gate, gate.sigmoid()]
+
+
+def silu_parts(result: Tensor, x: Tensor) -> list[Tensor]:
+    """The gate."""
+    return [x.sigmoid()]
+
+
+def layer_norm_parts(result: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> list[Tensor]:
     """The centred input, the variance, with epsilon, and the normalised input."""
     dims = tuple(range(x.ndim - len(shape), x.ndim))
     return normalised(x, dims, eps)
@@ -122,7 +144,9 @@ def normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> list[Tensor]:
     return [*found, (x - mean) * inverse, squares, squares.mean(dims, keepdim=True), mean.square()]
 
 
-def batch_norm_parts(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any) -> list[Tensor]:
+def batch_norm_parts(
+    result: Tensor, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any
+) -> list[Tensor]:
     """The same with the statistics that were kept."""
     if training or mean is None:
         return normalised(x, (0, *range(2, x.ndim)), rest[-1])
@@ -132,18 +156,25 @@ def batch_norm_parts(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any
     return [centred, variance + eps, (variance + eps).sqrt(), inverse, centred * inverse.reshape(shape)]
 
 
-def group_norm_parts(x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float) -> list[Tensor]:
+def group_norm_parts(
+    result: Tensor, x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float
+) -> list[Tensor]:
     """The same group by group."""
     return normalised(x.reshape(n, groups, -1), (-1,), eps)
 
 
-def softmax_parts(x: Tensor, dim: int, *rest: Any) -> list[Tensor]:
+def softmax_parts(result: Tensor, x: Tensor, dim: int, *rest: Any) -> list[Tensor]:
     """The largest of each row, what is left without it, its exponentials, and their sum."""
     top = x.amax(dim, keepdim=True)
     return [top, x - top, (x - top).exp(), (x - top).exp().sum(dim, keepdim=True), x.exp()]
 
 
 PARTS: dict[str, Any] = {
+    "addmm": product_parts,
+    "baddbmm": product_parts,
+    "convolution": convolution_parts,
+    "glu": glu_parts,
+    "silu": silu_parts,
     "native_layer_norm": layer_norm_parts,
     "native_batch_norm": batch_norm_parts,
     "_native_batch_norm_legit_no_training": batch_norm_parts,
