@@ -17,7 +17,8 @@ from parity.evidence.faults import FirstOperation, Isolated, Isolation, SourceLi
 from parity.evidence.fingerprints import Fingerprint, Table, apart, comparable, fingerprint, same_layout
 from parity.evidence.isolation import Isolator
 from parity.evidence.numerics import finite_scale, largest_gap
-from parity.evidence.tape import Step, Tape, TooLongError, Value
+from parity.evidence.subject import Subject
+from parity.evidence.tape import TURN, Step, Tape, TooLongError, Value
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, is_array
 
@@ -45,6 +46,16 @@ def named(isolator: Isolator, isolation: Isolation) -> Isolation:
     """The same, with the first operation that differs in each of the first wrong modules."""
     chosen = {(one.path, one.call) for one in isolation.faults[:NAMED]}
     return replace(isolation, modules=tuple(with_operation(isolator, one, chosen) for one in isolation.modules))
+
+
+def isolated(subject: Subject) -> Isolation:
+    """Every pair of modules run alone, with the first operation that differs in each of the first wrong ones.
+
+    Raises:
+        InputError: the torch model refuses its inputs.
+    """
+    isolator = Isolator(subject)
+    return named(isolator, isolator.run())
 
 
 def with_operation(isolator: Isolator, one: Isolated, chosen: set[tuple[str, int]]) -> Isolated:
@@ -151,6 +162,10 @@ class Side:
         self.tape, self.other, self.tolerance = tape, other, tolerance
         self.table = Table([value.print for value in other.values])
         self.counterparts: dict[int, list[int]] = {}
+        self.takers: dict[int, list[int]] = {}
+        for number, step in enumerate(tape.steps):
+            for taken in step.inputs:
+                self.takers.setdefault(taken, []).append(number)
 
     def value(self, number: int) -> Value:
         return self.tape.values[number]
@@ -192,7 +207,11 @@ class Side:
 
     def before(self, number: int) -> int | None:
         """The operand of which a value is a mere rearrangement; None if it is computed, or given."""
-        return next((i for i in self.operands(number) if self.equal(i, number)), None)
+        operands = self.operands(number)
+        if operands and self.step(self.value(number).source or 0).name == TURN:
+            # What one turn of a loop takes of an array: the other side may take all turns at once.
+            return operands[0]
+        return next((i for i in operands if self.equal(i, number)), None)
 
     def equal(self, one: int, other: int) -> bool:
         """Whether two values of this side hold the same numbers."""
@@ -226,7 +245,27 @@ class Side:
                 found[maker] = Found(maker, ())
             if not open_:
                 found[source] = Found(source, tuple(i for i in inputs if not plain(self.value(i))))
-        return Parting(self, tuple(sorted(found.values(), key=lambda f: f.step)), tuple(sorted(steps)))
+        ordered = sorted(found.values(), key=lambda f: f.step)
+        guilty = [one for one in ordered if not self.vindicated(one.step)]
+        return Parting(self, tuple(guilty or ordered), tuple(sorted(steps)))
+
+    def vindicated(self, first: int) -> bool:
+        """Whether something that is computed from an operation's result has a counterpart: then it did no harm there.
+
+        An operation whose like the other side has in another order, as sums are taken, feeds both what
+        is right and what is wrong for another reason, as the later steps of a recurrent layer are.
+        """
+        seen, waiting = set[int](), list(self.step(first).outputs[:1])
+        while waiting:
+            for taker in self.takers.get(waiting.pop(), ()):
+                if taker in seen or taker <= first:
+                    continue
+                seen.add(taker)
+                result = self.step(taker).outputs[0]
+                if self.alike(result) and not plain(self.value(result)) and self.value(result).dtype != "bool":
+                    return True
+                waiting.append(result)
+        return False
 
     def rootless(self, number: int) -> bool:
         """Whether a value is made of counted and plain numbers alone, and of none that the other side has."""
@@ -274,7 +313,7 @@ class Parting:
                 moves = self.side.before(self.side.step(step).outputs[0]) is not None
                 if step != first and self.kind(step) not in COMMUTING and not moves:
                     continue
-                after.append(step)
+                after += [step] if step == first or not moves else []
                 made |= set(self.side.step(step).outputs)
         return after
 
@@ -392,7 +431,10 @@ class Alignment:
         return "it takes an array that torch has not" if theirs else ""
 
     def is_foreign(self, side: Side, number: int) -> bool:
-        return side.maker(number) is None and not side.alike(number) and not plain(side.value(number))
+        value = side.value(number)
+        # A mask may be given as what it hides or as what it shows.
+        numbers = "float" in value.dtype and not value.print.shares[0] and not plain(value)
+        return numbers and side.maker(number) is None and not side.alike(number)
 
     def best(self, mine: tuple[Found, ...], theirs: tuple[Found, ...]) -> tuple[Found, Found] | None:
         """The first two operations that take the same operands; the first of all if none do, None if a side has none."""

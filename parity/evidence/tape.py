@@ -9,6 +9,8 @@ from parity.evidence.fingerprints import Fingerprint, fingerprint
 
 # Operations of one module that are put on the record; with more than that none is named.
 LIMIT = 2000
+# The name of a step that takes, of arrays over which a loop runs, what one turn works on.
+TURN = "turn of a scan"
 
 
 class TooLongError(Exception):

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as known
 
 from parity.evidence.faults import SourceLine
-from parity.evidence.tape import LIMIT, Step, Tape, TooLongError
+from parity.evidence.tape import LIMIT, TURN, Step, Tape, TooLongError
 from parity.frameworks.jax.running import QUICK, platform
 from parity.frameworks.source_lines import innermost
 
@@ -100,6 +100,8 @@ class Interpreter:
         self.tape, self.numbers = tape, numbers
         self.arrays: list[Any] = []
         self.sources: list[tuple[int | None, bool]] = []
+        # What the turns of the scans that are running compute.
+        self.seen: list[list[Any]] = []
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], leaves: Sequence[Any], needed: list[JaxprEqn]) -> list[Any]:
         """The outputs of a whole program."""
@@ -170,6 +172,8 @@ class Interpreter:
         step = self.tape.begin()
         constant = all(self.constant(number) for number in numbers)
         outputs = [self.put(array, step, constant) for array in made]
+        if self.seen:
+            self.seen[-1] += [array for array in made if jnp.issubdtype(array.dtype, jnp.floating)]
         self.tape.steps.append(Step(eqn.primitive.name, at.within, at.line, tuple(numbers), tuple(outputs)))
         return list(zip(made, outputs, strict=True))
 
@@ -179,18 +183,31 @@ class Interpreter:
         consts, carry, rows = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
         turns = range(eqn.params["length"])
         kept: dict[int, list[tuple[Any, int]]] = {}
+        made: dict[int, list[Any]] = {}
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
-            row = [self.taken("slice", (array[turn], number), at) for array, number in rows]
-            made = self.block(body.jaxpr, [*self.closed(body.consts), *consts, *carry, *row], at)
-            carry, kept[turn] = made[:carried], made[carried:]
+            row = [self.taken((array[turn], number), at) for array, number in rows]
+            self.seen.append([])
+            results = self.block(body.jaxpr, [*self.closed(body.consts), *consts, *carry, *row], at)
+            carry, kept[turn], made[turn] = results[:carried], results[carried:], self.seen.pop()
+        if not len(turns):
+            return self.operation(eqn, given, at)
         stacked = [self.stacked([kept[turn][i] for turn in turns], at) for i in range(len(eqn.outvars) - carried)]
-        return [*carry, *stacked] if len(turns) else self.operation(eqn, given, at)
+        self.over_turns([made[turn] for turn in turns])
+        return [*carry, *stacked]
 
-    def taken(self, name: str, value: tuple[Any, int], at: Where) -> tuple[Any, int]:
+    def over_turns(self, made: list[list[Any]]) -> None:
+        """What all turns of a loop compute, each as one array: the other side may compute them at once."""
+        if not self.tape.steps or len({len(one) for one in made}) != 1:
+            return
+        step = self.tape.steps.pop()
+        outputs = [self.put(jnp.stack(arrays), len(self.tape.steps), False) for arrays in zip(*made, strict=True)]
+        self.tape.steps.append(Step(step.name, step.within, step.line, step.inputs, (*step.outputs, *outputs)))
+
+    def taken(self, value: tuple[Any, int], at: Where) -> tuple[Any, int]:
         array, number = value
         step = self.tape.begin()
         output = self.put(array, step, self.constant(number))
-        self.tape.steps.append(Step(name, "", at.line, (number,), (output,)))
+        self.tape.steps.append(Step(TURN, "", at.line, (number,), (output,)))
         return array, output
 
     def stacked(self, rows: list[tuple[Any, int]], at: Where) -> tuple[Any, int]:
