@@ -32,10 +32,11 @@ KINDS = {
     "masking": ("masked_fill", "where", "select_n"),
     "scaling": ("div", "mul"),
     "sum": ("add", "sub", "add_any"),
+    "taking": ("select", "slice", "split", "split_with_sizes", "unbind", "narrow", "dynamic_slice", "squeeze"),
     "product": ("mm", "bmm", "addmm", "baddbmm", "mv", "dot_general", "convolution", "conv_general_dilated"),
 }
 # Masks and scales, and what may come between them.
-COMMUTING = ("masking", "scaling", "sum")
+COMMUTING = ("masking", "scaling", "sum", "product")
 # Operations after which what a scale or a mask does can no longer be made up for.
 WHOLE = ("masking", "reduce_max", "reduce_sum", "product", "exp", "max", "sum")
 # What draws random numbers, by a part of its name.
@@ -217,6 +218,13 @@ class Side:
         """Whether two values of this side hold the same numbers."""
         return apart(self.value(one).print, self.value(other).print) <= self.tolerance
 
+    def stages(self, number: int) -> list[int]:
+        """A value, and what it was before it was rearranged and repeated, the last first."""
+        found = [number]
+        while (before := self.before(found[-1])) is not None:
+            found.append(before)
+        return found
+
     def maker(self, number: int) -> int | None:
         """The operation that computed a value, whatever rearranged it since; None if it was given."""
         while (before := self.before(number)) is not None:
@@ -240,7 +248,7 @@ class Side:
             open_ = [i for i in inputs if not self.settled(i)]
             rootless = [i for i in open_ if self.rootless(i)]
             waiting += [i for i in open_ if i not in rootless]
-            for maker in filter(None.__ne__, map(self.maker, rootless)):
+            for maker in [maker for maker in map(self.maker, rootless) if maker is not None]:
                 # It may well be right, and be made beforehand on the other side.
                 found[maker] = Found(maker, ())
             if not open_:
@@ -322,6 +330,16 @@ class Parting:
         name = self.side.step(step).name
         return next((kind for kind, names in KINDS.items() if name in names), name)
 
+    def past_taking(self, step: int, other: str) -> int:
+        """The operation after those that only take a part of an array, where the other side takes none."""
+        while self.kind(step) == "taking" and other != "taking":
+            outputs = set(self.side.step(step).outputs)
+            after = next((s for s in self.steps if s > step and outputs & set(self.side.step(s).inputs)), None)
+            if after is None:
+                break
+            step = after
+        return step
+
     def roots(self, step: int) -> list[int]:
         """What an operation works on, as it was before it was scaled."""
         found, waiting = list[int](), list(self.side.step(step).inputs)
@@ -381,6 +399,7 @@ class Alignment:
 
     def in_step(self, ours: Parting, others: Parting, first: int, second: int) -> tuple[Spot, Spot, str]:
         """The two operations, where each side has those of the other in another order; and what must be known of them."""
+        first, second = ours.past_taking(first, others.kind(second)), others.past_taking(second, ours.kind(first))
         note = self.weights_note(first, second)
         if ours.kind(first) != others.kind(second):
             mine = next((s for s in ours.after(first) if ours.kind(s) == others.kind(second)), None)
@@ -390,8 +409,10 @@ class Alignment:
             elif theirs is None and ours.kind(first) in KINDS and others.kind(second) in WHOLE:
                 name = self.torch.step(first).name
                 note = note or f"Flax has no {name} there, and goes on with {self.flax.step(second).name}"
-        if self.expected.shares[2] != self.actual.shares[2] and "masking" not in (ours.kind(first), others.kind(second)):
-            # NaN on one side only: what is hidden is hidden by another number, which is the same to all but what follows.
+        one, other = self.hidden(self.torch, first), self.hidden(self.flax, second)
+        nan = self.expected.shares[2] != self.actual.shares[2] and "masking" not in (ours.kind(first), others.kind(second))
+        if nan and one is not None and other is not None and self.infinite(self.torch, one) != self.infinite(self.flax, other):
+            # What is hidden is hidden by another number, which is the same to all but a row of nothing else.
             first, second = self.hiding(self.torch, first), self.hiding(self.flax, second)
         return self.spot(self.torch, first), self.spot(self.flax, second), note
 
@@ -410,11 +431,17 @@ class Alignment:
         """Whether two operations work on the same numbers, whatever scales them."""
         return all(any(n in theirs for n in self.torch.alike(i)) for i in mine)
 
+    def hidden(self, side: Side, step: int) -> int | None:
+        """What an operation takes some of which is hidden."""
+        return next((i for i in side.step(step).inputs if 0 < side.value(i).print.shares[0] < 1), None)
+
+    def infinite(self, side: Side, number: int) -> bool:
+        return side.value(number).print.infinite > 0
+
     def hiding(self, side: Side, step: int) -> int:
         """The operation that puts huge numbers among those that an operation takes; itself if none does."""
         while True:
-            inputs = side.step(step).inputs
-            hidden = next((i for i in inputs if 0 < side.value(i).print.shares[0] < 1), None)
+            hidden = self.hidden(side, step)
             source = None if hidden is None else side.value(hidden).source
             if source is None:
                 return step
@@ -454,11 +481,15 @@ class Alignment:
         """What arranges an operand of two operations otherwise; None if their operands are alike."""
         for a in mine.inputs:
             for b in theirs.inputs:
-                one, other = self.torch.value(a).print, self.flax.value(b).print
-                if b not in self.torch.alike(a) or not comparable(one, other):
+                if b not in self.torch.alike(a):
                     continue
-                if not same_layout(one, other, self.torch.tolerance):
-                    return self.arranged(a, b, mine.step, theirs.step)
+                pairs = [(one, other) for one in self.torch.stages(a) for other in self.flax.stages(b)]
+                for one, other in pairs:
+                    prints = self.torch.value(one).print, self.flax.value(other).print
+                    if comparable(*prints):
+                        if not same_layout(*prints, self.torch.tolerance):
+                            return self.arranged(one, other, mine.step, theirs.step)
+                        break
         return None
 
     def arranged(self, a: int, b: int, mine: int | None = None, theirs: int | None = None) -> FirstOperation:
