@@ -105,6 +105,11 @@ def apart(one: Fingerprint, other: Fingerprint) -> float:
     return float(np.abs(one.moments - other.moments).max() / scale) if scale else 0.0
 
 
+def same(one: Fingerprint, other: Fingerprint) -> bool:
+    """Whether two fingerprints are those of the same array, number by number as far as they tell."""
+    return one.shape == other.shape and one.shares == other.shares and bool((one.moments == other.moments).all())
+
+
 def same_layout(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
     """Whether two arrays of the same numbers are each other's transpose, as far as sums along axes tell.
 

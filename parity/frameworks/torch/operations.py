@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.evidence.fingerprints import fingerprint, same
 from parity.evidence.tape import Step, Tape
 from parity.frameworks.source_lines import innermost, of_python
 from parity.frameworks.torch.leaves import to_numpy
@@ -29,8 +30,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = Tape()
         self.paused = 0
-        # By identity and version: a tensor that is written into is another value from then on.
-        self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
+        # By place: the tensor last seen there, how often it had been written into, and the value.
+        self.known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int, int]] = {}
         self.writers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,36 +68,34 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """The value that a tensor holds now."""
-        found = self.known.get(key(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        known = self.known.get(place(tensor))
+        if known is not None:
+            there, version, number = known
+            if (there() is tensor and version == tensor._version) or self.holds(tensor, number):
+                return number
         # Through another view of its memory an operation may have written into it.
         writer = self.writers.get(storage(tensor)) if tensor._version else None
         number = self.put(tensor, writer, False)
         if writer is not None:
             one = self.tape.steps[writer]
-            base = self.latest(tensor)
-            outputs, inputs = (*one.outputs, number), (*one.inputs, *([] if base is None else [base]))
+            outputs, inputs = (*one.outputs, number), (*one.inputs, *([] if known is None else [known[2]]))
             self.tape.steps[writer] = Step(one.name, one.within, one.line, inputs, outputs)
         return number
 
-    def latest(self, tensor: Tensor) -> int | None:
-        """What a tensor held before it was written into through a view."""
-        for version in range(tensor._version - 1, -1, -1):
-            found = self.known.get((id(tensor), version))
-            if found is not None and found[0]() is tensor:
-                return found[1]
-        return None
+    def holds(self, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor holds the numbers of a value that lay in its place: torch hands on views as tensors of their own,
+        and lays other arrays where one was."""
+        return same(fingerprint(to_numpy(tensor)), self.tape.values[number].print)
 
     def put(self, tensor: Tensor, step: int | None, constant: bool) -> int:
         number = self.tape.add(to_numpy(tensor), step, constant)
-        self.known[key(tensor)] = (weakref.ref(tensor), number)
+        self.known[place(tensor)] = (weakref.ref(tensor), tensor._version, number)
         return number
 
     def handed_on(self, taken: list[int], made: list[Tensor]) -> None:
         for tensor in made:
             if taken:
-                self.known[key(tensor)] = (weakref.ref(tensor), taken[0])
+                self.known[place(tensor)] = (weakref.ref(tensor), tensor._version, taken[0])
             else:
                 self.put(tensor, None, True)
 
@@ -203,8 +202,9 @@ def is_written(func: Any, tensor: Tensor, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def key(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how it is laid out there."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def storage(tensor: Tensor) -> int:
