@@ -339,4 +339,3 @@ def nearest_children(
         if above is not None and key[0] in paired:
             found.setdefault(above, []).append(key)
     return found
-

@@ -98,10 +98,16 @@ Pair = tuple[Place, np.ndarray, np.ndarray]
 
 def unlike(trial: Trial) -> list[Pair]:
     """The first output of each side, where the two return trees of another form."""
-    mine, theirs = ({p: a for p, a in side.items() if p.child is None and is_array(a)} for side in (trial.expected, trial.actual))
+    mine, theirs = (
+        {p: a for p, a in side.items() if p.child is None and is_array(a)} for side in (trial.expected, trial.actual)
+    )
     for place, array in mine.items():
         fitting = next((a for p, a in theirs.items() if p not in mine and sorted(a.shape) == sorted(array.shape)), None)
-        same = fitting is not None and fitting.shape == array.shape and largest_gap(fitting, array) <= LARGEST * finite_scale(array)
+        same = (
+            fitting is not None
+            and fitting.shape == array.shape
+            and largest_gap(fitting, array) <= LARGEST * finite_scale(array)
+        )
         if place not in theirs and fitting is not None and not same:
             return [(place, array, fitting)]
     return []
@@ -130,7 +136,9 @@ def tapes(isolator: Isolator, trial: Trial) -> tuple[Tape, Tape]:
     subject, one = isolator.subject, trial.torch
     mine, theirs = subject.torch.Recorder(), subject.flax.Recorder()
     with subject.torch.pinned():
-        subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, trial.replies, dtype=isolator.dtype, watch=mine)
+        subject.torch.alone(
+            subject.torch_model, one.path, one.args, one.kwargs, trial.replies, dtype=isolator.dtype, watch=mine
+        )
     told = {n: calls for n, calls in isolator.told(one).items() if n in trial.replies}
     replies = {isolator.partners[n].path: [reply for _, reply in calls] for n, calls in told.items()}
     isolator.run_flax(trial, replies, watch=theirs)
@@ -275,6 +283,19 @@ class Side:
                 waiting.append(result)
         return False
 
+    def draws(self, step: int) -> bool:
+        """Whether random numbers go into an operation."""
+        seen, waiting = set[int](), [step]
+        while waiting:
+            number = waiting.pop()
+            if any(part in self.step(number).name for part in RANDOM):
+                return True
+            sources = {self.value(i).source for i in self.step(number).inputs}
+            new = {s for s in sources if s is not None and s < number} - seen
+            seen |= new
+            waiting += new
+        return False
+
     def rootless(self, number: int) -> bool:
         """Whether a value is made of counted and plain numbers alone, and of none that the other side has."""
         value = self.value(number)
@@ -414,6 +435,8 @@ class Alignment:
         if nan and one is not None and other is not None and self.infinite(self.torch, one) != self.infinite(self.flax, other):
             # What is hidden is hidden by another number, which is the same to all but a row of nothing else.
             first, second = self.hiding(self.torch, first), self.hiding(self.flax, second)
+        for side, step, name in ((self.torch, first, "torch"), (self.flax, second, "Flax")):
+            note = f"{name} draws random numbers there" if side.draws(step) else note
         return self.spot(self.torch, first), self.spot(self.flax, second), note
 
     def commuted(self, ours: Parting, others: Parting, mine: tuple[int, int], theirs: tuple[int, int]) -> tuple[int, int]:
@@ -553,6 +576,4 @@ class Alignment:
         return self.own_line(side)
 
     def told(self, mine: Spot, theirs: Spot, note: str = "") -> FirstOperation:
-        drawn = [s.operation for s in (mine, theirs) if any(part in s.operation for part in RANDOM)]
-        note = f"{drawn[0]} draws random numbers" if drawn else note
         return FirstOperation(mine, theirs, str(self.place), note)

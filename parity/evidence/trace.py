@@ -20,8 +20,8 @@ from parity.evidence.numerics import (
     same_specials,
     semantics_bound,
 )
-from parity.evidence.partners import known_names
 from parity.evidence.operations import isolated
+from parity.evidence.partners import known_names
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.subject import Subject
 from parity.evidence.trial import is_array

@@ -189,7 +189,7 @@ class Interpreter:
             self.seen.append([])
             results = self.block(body.jaxpr, [*self.closed(body.consts), *consts, *carry, *row], at)
             carry, kept[turn], made[turn] = results[:carried], results[carried:], self.seen.pop()
-        if not len(turns):
+        if not turns:
             return self.operation(eqn, given, at)
         stacked = [self.stacked([kept[turn][i] for turn in turns], at) for i in range(len(eqn.outvars) - carried)]
         self.over_turns([made[turn] for turn in turns])

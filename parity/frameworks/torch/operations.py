@@ -4,7 +4,6 @@ import sys
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,8 +82,10 @@ class Recorder(TorchDispatchMode):
         return number
 
     def holds(self, tensor: Tensor, number: int) -> bool:
-        """Whether a tensor holds the numbers of a value that lay in its place: torch hands on views as tensors of their own,
-        and lays other arrays where one was."""
+        """Whether a tensor holds the numbers of a value that lay in its place.
+
+        Torch hands on views as tensors of their own, and lays other arrays where one was.
+        """
         return same(fingerprint(to_numpy(tensor)), self.tape.values[number].print)
 
     def put(self, tensor: Tensor, step: int | None, constant: bool) -> int:

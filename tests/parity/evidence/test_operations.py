@@ -3,7 +3,6 @@
 import json
 import linecache
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evidence_pairs import block, draw, low_variance, normal
-from fault_pairs import FlaxHolder, FlaxStage, TorchHolder, TorchStage, held
+from fault_pairs import FlaxStage, TorchStage, held
 from flax import linen, nnx
 from torch import nn
 
@@ -52,10 +51,9 @@ def flax_attend(fault):
         elif fault != "no scale":
             scaled = scores / math.sqrt(q.shape[-1])
         shown = jnp.roll(~hidden, 1, -1) if fault == "shifted" else hidden if fault == "inverted" else ~hidden
+        masked = jnp.where(shown, scaled, -jnp.inf)
         if fault == "added":
             masked = scaled + shown.astype(q.dtype)
-        else:
-            masked = jnp.where(shown, scaled, -jnp.inf)
         if fault == "axis":
             weights = jax.nn.softmax(masked, -2)
         elif fault == "bfloat16":
@@ -154,6 +152,14 @@ def remade(x):
     return jnp.cos(x) * 2
 
 
+def torch_gelu(x):
+    return F.gelu(x)
+
+
+def torch_fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A pair with one wrong operation.
@@ -198,7 +204,7 @@ FAULTS = [
     Planted("view", torch_in_place, flax_in_place("view"), (X, Y), ("mul", "[:, 0].mul_(2.0)"), ("", "multiply(factor)")),
     Planted("scan", torch_loop, flax_loop, (X,), ("tanh", "torch.tanh(state"), ("sin", "jnp.sin(state + row)")),
     Planted("cond", torch.tanh, flax_branch, (X,), ("tanh", "self.function("), ("sin", "jnp.sin(y)")),
-    Planted("jit", lambda x: F.gelu(x), jitted, (X,), ("gelu", "F.gelu(x)"), ("integer_pow", "jax.nn.gelu(x, approximate=True)")),
+    Planted("jit", torch_gelu, jitted, (X,), ("gelu", "F.gelu(x)"), ("integer_pow", "jax.nn.gelu(x, approximate=True)")),
     Planted("remat", lambda x: x.cos() * 3, remade, (X,), ("mul", "x.cos() * 3"), ("mul", "jnp.cos(x) * 2")),
     Planted(
         "residual",
@@ -211,7 +217,7 @@ FAULTS = [
     ),
     Planted(
         "quick gelu",
-        lambda x: F.gelu(x),
+        torch_gelu,
         lambda x: x * jax.nn.sigmoid(1.702 * x),
         (X,),
         ("gelu", "F.gelu(x)"),
@@ -219,7 +225,7 @@ FAULTS = [
     ),
     Planted(
         "fused attention",
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        torch_fused,
         lambda q, k, v: jax.nn.dot_product_attention(*(x.swapaxes(1, 2) for x in (q, k, v)), scale=0.25).swapaxes(1, 2),
         QKV,
         ("mul", "F.scaled_dot_product_attention"),
@@ -285,3 +291,189 @@ def test_planted_faults_are_at_least_thirteen():
 def test_clean_functions_agree_and_nothing_is_named():
     attend = held(torch_attend, flax_attend(""), "clean")
     assert parity.trace(*attend, *QKV, HIDDEN).isolated().faults == ()
+
+
+# ---------------------------------------------------------------- whole models
+
+
+class TorchCalledTwice(nn.Module):
+    """A shared stage under two names, called twice under one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = TorchStage(lambda x, power: x.tanh() * power)
+        self.other = self.first
+
+    def forward(self, x):
+        return self.other(self.first(x, 1.0), 3.0)
+
+
+class FlaxCalledTwice(nnx.Module):
+    def __init__(self):
+        self.first = FlaxStage(lambda x, power: jnp.tanh(x) * min(power, 2.0))
+        self.other = self.first
+
+    def __call__(self, x):
+        return self.other(self.first(x, 1.0), 3.0)
+
+
+class LinenMLP(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        y = linen.Dense(12, name="up")(x)
+        y = jax.nn.gelu(y, approximate=True)
+        return linen.Dense(8, name="down")(y)
+
+
+class JittedMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return run(self, x)
+
+
+@nnx.jit
+def run(module, x):
+    y = module.up(x)
+    y = jax.nn.gelu(y, approximate=True)
+    return module.down(y)
+
+
+class TorchMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("room", ["linen", "nnx.jit"])
+def test_linen_and_models_that_compile_themselves(room):
+    ours = draw(TorchMLP(), "mlp")
+    theirs = parity.Linen(LinenMLP(), None, X) if room == "linen" else JittedMLP(nnx.Rngs(0))
+    filled = parity.transfer(ours, theirs).value
+    (fault,) = parity.trace(ours, filled, X).isolated().faults
+    assert (fault.operation.torch.operation, fault.operation.torch.source.text) == (
+        "gelu",
+        "return self.down(F.gelu(self.up(x)))",
+    )
+    assert fault.operation.flax.source.text == "y = jax.nn.gelu(y, approximate=True)"
+
+
+def test_a_shared_module_of_which_the_second_call_is_wrong():
+    (fault,) = parity.trace(TorchCalledTwice().eval(), FlaxCalledTwice(), X).isolated().faults
+    assert fault.call == 1
+    assert (fault.operation.torch.operation, fault.operation.flax.operation) == ("mul", "mul")
+    assert "x.tanh() * power" in fault.operation.torch.source.text
+    assert "jnp.tanh(x) * min(power, 2.0)" in fault.operation.flax.source.text
+
+
+class ByNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return torch.from_numpy(np.tanh(x.numpy()))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+def test_what_comes_from_numpy_is_no_operation_and_says_so():
+    found = spots(FAULTS[0], held(lambda q, *_: ByNumPy.apply(q), lambda q, *_: jnp.sin(q), "numpy"))
+    assert found.torch.operation == ""
+    assert found.flax.operation == "sin"
+    assert "torch hands on" in found.note
+
+
+def test_a_callback_is_one_operation():
+    def called(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    pair = held(torch.tanh, called, "callback")
+    (fault,) = parity.trace(*pair, X).isolated().faults
+    assert fault.operation.flax is None or fault.operation.flax.operation == "pure_callback"
+
+
+def test_random_numbers_are_named():
+    pair = held(torch.tanh, lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), "drawn")
+    (fault,) = parity.trace(*pair, X).isolated().faults
+    assert "random numbers" in fault.operation.note
+
+
+@pytest.mark.parametrize("side", ["torch", "jax"])
+def test_too_many_operations_are_not_compared_and_it_is_said(side, monkeypatch):
+    monkeypatch.setattr(f"parity.frameworks.{side}.operations.LIMIT" if side == "jax" else "parity.evidence.tape.LIMIT", 2)
+    (fault,) = parity.trace(*held(torch_norm, flax_norm("epsilon"), "long"), X).isolated().faults
+    assert fault.operation.torch is None
+    assert fault.operation.note == "the module computes more than 2 operations: they were not compared one by one"
+
+
+def test_an_error_on_the_way_leaves_the_rest_as_it_is(monkeypatch):
+    def broken(*_):
+        raise ValueError("no tape")
+
+    pair = held(torch_norm, flax_norm("epsilon"), "broken")
+    before = parity.trace(*pair, X).isolated()
+    monkeypatch.setattr(operations, "tapes", broken)
+    after = parity.trace(*pair, X).isolated()
+    assert after.faults[0].operation.note == "its operations could not be compared: ValueError: no tape"
+    assert [(m.path, m.status, m.ratio) for m in after.modules] == [(m.path, m.status, m.ratio) for m in before.modules]
+    assert "  no operation is named: its operations could not be compared: ValueError: no tape" in str(after)
+
+
+def test_the_report_tells_both_lines_and_json_holds_them():
+    report = parity.compare(*block("tanh gelu"), low_variance(3, 4, 8), modes=("compiled",), levels=("identical",))
+    lines = str(report).splitlines()
+    at = lines.index("    first operation that differs")
+    assert lines[at + 1].startswith("      expected (torch) gelu, ")
+    assert lines[at + 1].endswith("return x + self.down(self.act(self.up(self.norm(x))))")
+    assert lines[at + 2].startswith("      actual (flax)    integer_pow in gelu, ")
+    assert lines[at + 2].endswith("return jax.nn.gelu(x, approximate=self.approximate)")
+    (one,) = [m for m in report.to_dict()["diagnosis"]["isolation"]["modules"] if m["status"] == "differs"]
+    assert one["operation"]["flax"]["source"]["text"] == "return jax.nn.gelu(x, approximate=self.approximate)"
+    json.dumps(one)
+
+
+def test_agreement_costs_nothing(monkeypatch):
+    def never(*_):
+        raise AssertionError("a tape was made")
+
+    monkeypatch.setattr(operations, "tapes", never)
+    assert parity.compare(*block(""), low_variance(3, 4, 8), levels=("identical",)).passed
+    assert parity.trace(*block(""), low_variance(3, 4, 8)).isolated().passed
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def test_fingerprints_are_those_of_all_arrangements_and_of_no_other_numbers():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 4, 5))
+    one = fingerprint(x)
+    for same in (x.transpose(2, 0, 1), x.reshape(12, 5), np.repeat(x, 2, axis=1), x.astype(np.float64)[::-1]):
+        assert apart(one, fingerprint(same)) < 1e-14
+    for other in (-x, x * (1 + 1e-6), x + 1e-6, x[1:], np.where(x > 1, -np.inf, x)):
+        assert apart(one, fingerprint(other)) > 1e-9
+    assert same_layout(one, fingerprint(x.transpose(2, 0, 1)[None]), 1e-12)
+    assert comparable(one, fingerprint(x.reshape(5, 4, 3)))
+    assert not same_layout(one, fingerprint(x.reshape(5, 4, 3)), 1e-12)
+    assert not comparable(one, fingerprint(x.reshape(12, 5)))
+
+
+def test_masks_are_alike_whichever_of_both_hides_and_hidden_scores_whatever_hides_them():
+    mask = np.arange(12).reshape(3, 4) > 4
+    assert apart(fingerprint(mask), fingerprint(~mask)) < 1e-15
+    scores = np.random.default_rng(1).standard_normal((3, 4))
+    low, lower = np.where(mask, -1e20, scores), np.where(mask, -np.inf, scores)
+    assert apart(fingerprint(low), fingerprint(lower)) == 0
+    assert fingerprint(low).infinite != fingerprint(lower).infinite
+    assert fingerprint(np.full(3, -np.inf)).uniform
+    assert not fingerprint(np.array([np.nan, 1.0])).uniform
+
+
+def test_a_tape_is_no_longer_than_its_limit(monkeypatch):
+    monkeypatch.setattr("parity.evidence.tape.LIMIT", 0)
+    with pytest.raises(TooLongError, match="more than 0 operations"):
+        Tape().begin()
