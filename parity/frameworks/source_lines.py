@@ -17,7 +17,16 @@ LIBRARIES = ("torch", "functorch", "jax", "jaxlib", "flax", "optax", "numpy", "e
 DOORS = (("running.py", "evaluate"), ("isolation.py", "body"), ("operations.py", "body"))
 
 # Where libraries keep what users call, below their folders.
-PUBLIC = ("_src/nn", "_src/numpy", "_src/scipy", "_src/image", "_src/random", "nnx/nn", "linen", "torch/functional")
+PUBLIC: tuple[str, ...] = (
+    "_src/nn",
+    "_src/numpy",
+    "_src/scipy",
+    "_src/image",
+    "_src/random",
+    "nnx/nn",
+    "linen",
+    "torch/functional",
+)
 PUBLIC += ("nn/functional", "torch/nn/init", "torch/_tensor", "einops")
 
 # File, function and line of a frame.

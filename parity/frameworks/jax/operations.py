@@ -267,7 +267,8 @@ def len_of(eqn: JaxprEqn) -> int:
 
 def bytes_of(eqn: JaxprEqn) -> int:
     """How much memory the results of all that it computes take."""
-    own = sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars if hasattr(out.aval, "size"))
+    shapes: list[Any] = [out.aval for out in eqn.outvars if hasattr(out.aval, "size")]
+    own = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     return own + sum(times * sum(map(bytes_of, jaxpr.eqns)) for jaxpr, times in inside(eqn))
 
 

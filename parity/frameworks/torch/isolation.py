@@ -42,9 +42,9 @@ def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[M
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         path, number = open_calls.pop()
-        *given, line = started.pop()
+        given, named, line = started.pop()
         inside = open_calls[-1] if open_calls else None
-        records.append(ModuleCall(path, number, *given, copied(output), inside, line))
+        records.append(ModuleCall(path, number, given, named, copied(output), inside, line))
 
     try:
         for path, module in model.named_modules():

@@ -13,7 +13,16 @@ from parity.frameworks.source_lines import innermost, of_python
 from parity.frameworks.torch.leaves import to_numpy
 
 # They make tensors of nothing but numbers, or hand one on; what they are given tells nothing of their result.
-SILENT = ("detach", "lift_fresh", "alias", "_local_scalar_dense", "is_same_size", "empty", "empty_like", "empty_strided")
+SILENT: tuple[str, ...] = (
+    "detach",
+    "lift_fresh",
+    "alias",
+    "_local_scalar_dense",
+    "is_same_size",
+    "empty",
+    "empty_like",
+    "empty_strided",
+)
 SILENT += ("new_empty", "new_empty_strided")
 
 
