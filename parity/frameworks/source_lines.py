@@ -14,7 +14,7 @@ from parity.evidence.faults import SourceLine
 # Whose lines say nothing to a user: those of the frameworks, and of what stands between them and the user's code.
 LIBRARIES = ("torch", "functorch", "jax", "jaxlib", "flax", "optax", "numpy", "einops", "jaxtyping", "beartype", "typeguard")
 # Where this package hands over to the user's model: what called it is no part of the model.
-DOORS = (("running.py", "evaluate"), ("isolation.py", "body"), ("operations.py", "body"))
+DOORS = (("running.py", "evaluate"), ("isolation.py", "body"), ("recording.py", "body"))
 
 # Where libraries keep what users call, below their folders.
 PUBLIC: tuple[str, ...] = (

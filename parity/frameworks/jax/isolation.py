@@ -12,7 +12,7 @@ import numpy as np
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.operations import Recorder
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import QUICK, Arguments, Frozen, Slot, compile_body, hashable, platform
 from parity.frameworks.source_lines import caller
 

@@ -9,7 +9,7 @@ import numpy as np
 from parity.evidence.calls import Alone, Call, ModuleCall
 from parity.evidence.trial import NotComparableError
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
-from parity.frameworks.jax.operations import Recorder
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.capture import watching, words_of
 from parity.frameworks.linen.leaves import flat

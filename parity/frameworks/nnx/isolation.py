@@ -13,7 +13,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from parity.evidence.calls import Alone, Call, ModuleCall
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
-from parity.frameworks.jax.operations import Recorder
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.nnx.leaves import walk
 from parity.frameworks.nnx.running import prepare, reseeded

@@ -404,7 +404,7 @@ def test_random_numbers_are_named():
 
 @pytest.mark.parametrize("side", ["torch", "jax"])
 def test_too_many_operations_are_not_compared_and_it_is_said(side, monkeypatch):
-    monkeypatch.setattr(f"parity.frameworks.{side}.operations.LIMIT" if side == "jax" else "parity.evidence.tape.LIMIT", 2)
+    monkeypatch.setattr(f"parity.frameworks.{side}.recording.LIMIT" if side == "jax" else "parity.evidence.tape.LIMIT", 2)
     (fault,) = parity.trace(*held(torch_norm, flax_norm("epsilon"), "long"), X).isolated().faults
     assert fault.operation.torch is None
     assert fault.operation.note == "the module computes more than 2 operations: they were not compared one by one"
