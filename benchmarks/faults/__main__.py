@@ -17,6 +17,7 @@ import parity
 from benchmarks.faults import image_models, reference_models, sequence_models
 from benchmarks.faults.causes import wanted
 from benchmarks.faults.planting import Fault, Model, Plan
+from parity.evidence.faults import FirstOperation
 
 MODELS: tuple[Model, ...] = (*sequence_models.MODELS, *image_models.MODELS, *reference_models.MODELS)
 
@@ -76,9 +77,15 @@ def tried(model: Model, fault: Fault | None, seed: int) -> dict[str, Any]:
         by_setting = any(sentence.partition(":")[0] == fault.place for sentence in row["settings"])
         everywhere = fault.kind == "weights not loaded"
         row["exact"] = modules == [fault.place] or (not modules and by_setting) or everywhere
+        row["operation"] = bool(found and any(o.path == fault.place and named(o.operation) for o in found.isolation.faults))
         row["cause"] = bool(causes and causes[0] in wanted(fault.kind)) or (not modules and by_setting)
         row |= usual_practice(theirs, mine, args)
     return row
+
+
+def named(operation: FirstOperation | None) -> bool:
+    """Whether an operation is named on both sides."""
+    return operation is not None and operation.torch is not None and operation.flax is not None
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -89,6 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for name, key in (
         ("found", "found"),
         ("module named exactly", "exact"),
+        ("op named", "operation"),
         ("cause ranked first", "cause"),
         ("torch.testing.assert_close on the outputs", "torch.testing"),
         ("outputs within 1e-3", "1e-3"),
@@ -117,9 +125,9 @@ def main() -> None:
             row = tried(model, fault, options.seed)
             rows.append(row)
             words = "clean" if fault is None else f"{fault}"
-            marks = " ".join(key for key in ("found", "exact", "cause") if row.get(key))
+            marks = " ".join(key for key in ("found", "exact", "operation", "cause") if row.get(key))
             print(
-                f"{model.name:<20} {words:<64} {marks:<18} {row['seconds']:6.1f} s  {', '.join(row['causes'][:2])}", flush=True
+                f"{model.name:<20} {words:<64} {marks:<28} {row['seconds']:6.1f} s  {', '.join(row['causes'][:2])}", flush=True
             )
         jax.clear_caches()
     print(table(rows))

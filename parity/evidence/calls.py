@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from parity.evidence.faults import SourceLine
+
 
 @dataclass(frozen=True)
 class Call:
@@ -67,6 +69,7 @@ class ModuleCall:
         kwargs: its keyword arguments.
         output: the tree that it returned.
         inside: path and call of the recorded call that made this one; None for the model itself.
+        line: of the user's code that makes it; None if a layer of the framework does.
     """
 
     path: str
@@ -75,6 +78,7 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
     output: Any
     inside: tuple[str, int] | None
+    line: SourceLine | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from parity.evidence.faults import Cause, Diagnosis
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation import Isolator
+from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
 
@@ -58,7 +59,7 @@ def diagnose(
 def diagnose_subject(subject: Subject) -> Diagnosis:
     """`diagnose` for models that are already checked."""
     isolator = Isolator(subject)
-    isolation = isolator.run()
+    isolation = named(isolator, isolator.run())
     causes: list[Cause] = []
     unexplained, tried, notes = [], 0, list[str]()
     for fault in isolation.faults:

@@ -33,6 +33,53 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class SourceLine:
+    """A line of the user's code.
+
+    Attributes:
+        file: its path.
+        line: number of the line, from 1.
+        text: what stands there, without the blanks around it; '' if the file cannot be read.
+    """
+
+    file: str
+    line: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """An operation of one side, and the line of the user's code that asks for it.
+
+    Attributes:
+        operation: what torch's dispatcher or jax's primitive calls it; '' where a value is passed on as it is.
+        within: the function of the library that the line calls, if that has another name.
+        source: the line; None if the layer is the framework's own and no code of the user calls it.
+    """
+
+    operation: str
+    within: str = ""
+    source: SourceLine | None = None
+
+
+@dataclass(frozen=True)
+class FirstOperation:
+    """The first operation of a wrong module whose result the other side does not have, although it has its operands.
+
+    Attributes:
+        torch: the operation in torch; None if there is none.
+        flax: what stands for it in Flax; None if there is none.
+        where: the place at which the difference shows.
+        note: how they differ, if it is no other number; or why no operation can be named.
+    """
+
+    torch: Spot | None
+    flax: Spot | None
+    where: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Isolated:
     """One call of one pair of modules, run alone on what torch's was given.
 
@@ -48,6 +95,8 @@ class Isolated:
         between: whether it calls other modules, all of which answered as torch's did, so that the
             fault is in its own code between them.
         note: why it could not be compared, or what a reader must know.
+        operation: the first operation that differs; None unless the module is wrong for itself, and for all but the
+            first few of those.
     """
 
     path: str
@@ -59,6 +108,7 @@ class Isolated:
     differences: tuple[Difference, ...] = ()
     between: bool = False
     note: str = ""
+    operation: FirstOperation | None = None
 
 
 @dataclass(frozen=True)

@@ -339,12 +339,3 @@ def nearest_children(
         if above is not None and key[0] in paired:
             found.setdefault(above, []).append(key)
     return found
-
-
-def isolate(subject: Subject) -> Isolation:
-    """Run every pair of modules alone on what torch's was given.
-
-    Raises:
-        InputError: the torch model refuses its inputs.
-    """
-    return Isolator(subject).run()

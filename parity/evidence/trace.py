@@ -10,7 +10,6 @@ import numpy as np
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Captured
 from parity.evidence.conventions import USUAL, Convention, convention
-from parity.evidence.isolation import isolate
 from parity.evidence.judging import in_parts
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
@@ -21,6 +20,7 @@ from parity.evidence.numerics import (
     semantics_bound,
     worst_part,
 )
+from parity.evidence.operations import isolated
 from parity.evidence.partners import known_names
 from parity.evidence.pictures import Picture, picture
 from parity.evidence.result import Divergence, Step, Trace
@@ -62,7 +62,7 @@ def trace(
         InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return replace(trace_subject(subject), isolate=lambda: isolate(subject))
+    return replace(trace_subject(subject), isolate=lambda: isolated(subject))
 
 
 def trace_subject(subject: Subject) -> Trace:

@@ -1,16 +1,19 @@
 """Results in words, for a terminal."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parity.evidence.faults import Cause, Diagnosis, Isolated, Isolation
+    from parity.evidence.faults import Cause, Diagnosis, FirstOperation, Isolated, Isolation, Spot
     from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
 
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
 # Findings shown for each level; the rest is in to_dict().
 SHOWN = 3
 WIDTH = 60
+# Characters of a line of code.
+CODE = 80
 
 
 def report_text(report: "Report") -> str:
@@ -53,6 +56,7 @@ def why_lines(diagnosis: "Diagnosis") -> list[str]:
         lines += [
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
+        lines += [f"  {line}" for line in operation_lines(one.operation)]
     lines += [f"  and {len(faults) - SHOWN} more: parity.diagnose tells them"] if len(faults) > SHOWN else []
     return [
         *lines,
@@ -177,7 +181,36 @@ def isolated_lines(one: "Isolated") -> list[str]:
         )
     if len(one.differences) > SHOWN:
         lines.append(f"  and {len(one.differences) - SHOWN} more")
-    return [*lines, f"  {one.note}"] if one.note else lines
+    return [*lines, *([f"  {one.note}"] if one.note else []), *operation_lines(one.operation)]
+
+
+def operation_lines(found: "FirstOperation | None") -> list[str]:
+    """The first operation that differs, with the line of the user's code on each side; or why none can be named."""
+    if found is None:
+        return []
+    if found.torch is None or found.flax is None:
+        return [f"  no operation is named: {found.note}"]
+    note = f" ({found.note})" if found.note else ""
+    return [
+        f"  first operation that differs{note}",
+        f"    expected (torch) {spot_text(found.torch)}",
+        f"    actual (flax)    {spot_text(found.flax)}",
+    ]
+
+
+def spot_text(spot: "Spot") -> str:
+    """An operation with its line."""
+    name = f"{spot.operation} in {spot.within}" if spot.within else spot.operation or "as it is"
+    if spot.source is None:
+        return f"{name}, in a layer that no code of yours calls"
+    text = spot.source.text if len(spot.source.text) <= CODE else spot.source.text[: CODE - 3] + "..."
+    return f"{name}, {short(spot.source.file)}:{spot.source.line}" + (f"  {text}" if text else "")
+
+
+def short(file: str) -> str:
+    """A path as it is seen from the working directory, or the last two parts of it."""
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here) if file.startswith(here) else os.sep.join(file.split(os.sep)[-2:])
 
 
 def diagnosis_text(diagnosis: "Diagnosis") -> str:

@@ -12,7 +12,9 @@ import numpy as np
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import QUICK, Arguments, Frozen, Slot, compile_body, hashable, platform
+from parity.frameworks.source_lines import caller
 
 # What a module below answers, by its path: for each of its calls, arrays by path in what it returns.
 Replies = Mapping[str, list[Mapping[str, np.ndarray]]]
@@ -64,13 +66,13 @@ class Observer:
     def around(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.counts[path] = self.counts.get(path, 0) + 1
         key, inside = (path, self.counts[path] - 1), self.open[-1] if self.open else None
-        given = self.slots(tuple(args)), self.slots(dict(kwargs))
+        given, line = (self.slots(tuple(args)), self.slots(dict(kwargs))), caller()
         self.open.append(key)
         try:
             output = original(*args, **kwargs)
         finally:
             self.open.pop()
-        self.records.append(ModuleCall(*key, *given, self.slots(output), inside))
+        self.records.append(ModuleCall(*key, *given, self.slots(output), inside, line))
         return output
 
     def slots(self, tree: Any) -> Any:
@@ -103,6 +105,7 @@ def answered(
     replies: Replies,
     *,
     quick: bool,
+    watch: Recorder | None = None,
 ) -> Alone:
     """Run a module, the modules below it answering with replies.
 
@@ -115,6 +118,7 @@ def answered(
             every layer, so that a program is compiled once for all of them.
         replies: what they answer. A reply that does not fit what the module returns is not used.
         quick: compile with little optimisation; the last bits may differ from those that users see.
+        watch: runs it equation by equation instead, and sees each.
     """
     told = {
         f"{relative}#{number}{leaf}": jnp.asarray(array)
@@ -127,8 +131,10 @@ def answered(
     body = make(program, arguments.skeleton, spec)
     given = parameters, rest, {**arguments.values, **arguments.others}, told
     try:
-        outputs, arrays = compile_body(body, quick)(*given)
+        outputs, arrays = watch.run(body, given) if watch else compile_body(body, quick)(*given)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        if watch:
+            raise
         outputs, arrays = body(*given)
     found: dict[tuple[str, int, str], Any] = {}
     for name, value in {**body.settings, **arrays}.items():  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import numpy as np
 from parity.evidence.calls import Alone, Call, ModuleCall
 from parity.evidence.trial import NotComparableError
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.capture import watching, words_of
 from parity.frameworks.linen.leaves import flat
@@ -81,6 +82,7 @@ def alone(
     reseed: int = 0,
     quick: bool = True,
     settings: Mapping[str, Any] | None = None,
+    watch: Recorder | None = None,
 ) -> Alone:
     """Run one submodule by itself; modules below that have replies answer with those.
 
@@ -96,6 +98,7 @@ def alone(
         reseed: other than 0 gives other random keys. A module that draws draws other numbers than in the model.
         quick: compile with little optimisation; the last bits may differ from those that users see.
         settings: attributes of the submodule to run with instead.
+        watch: sees every operation.
 
     Raises:
         NotComparableError: there is no copy of the submodule that could be run by itself.
@@ -109,7 +112,7 @@ def alone(
         own = {name: weights[old] for name, old in one.variables.items() if weights and old in weights}
         program, parameters, rest, arguments = prepare(one.model, Call(args, kwargs), dtype, own)
         rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
-        return answered(watched(program, structure), parameters, rest, arguments, below, replies, quick=quick)
+        return answered(watched(program, structure), parameters, rest, arguments, below, replies, quick=quick, watch=watch)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from parity.frameworks.jax.arrays import is_array as is_array
 from parity.frameworks.jax.arrays import unreadable as unreadable
+from parity.frameworks.jax.recording import Recorder as Recorder
 from parity.frameworks.jax.running import cached_functional as cached_functional
 from parity.frameworks.jax.running import environment as environment
 from parity.frameworks.jax.running import gpu_missing as gpu_missing

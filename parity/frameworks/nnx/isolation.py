@@ -13,6 +13,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from parity.evidence.calls import Alone, Call, ModuleCall
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
+from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.nnx.leaves import walk
 from parity.frameworks.nnx.running import prepare, reseeded
@@ -106,6 +107,7 @@ def alone(
     reseed: int = 0,
     quick: bool = True,
     settings: Mapping[str, Any] | None = None,
+    watch: Recorder | None = None,
 ) -> Alone:
     """Run one submodule by itself; modules below that have replies answer with those.
 
@@ -121,6 +123,7 @@ def alone(
         reseed: other than 0 gives other random keys.
         quick: compile with little optimisation; the last bits may differ from those that users see.
         settings: attributes of the submodule to run with instead.
+        watch: sees every operation.
     """
     replies = replies or {}
     nodes = {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
@@ -136,4 +139,4 @@ def alone(
     with pinned(double=dtype == "float64"), widened(module, dtype):
         graphdef, parameters, rest, arguments = prepare(module, Call(args, kwargs), dtype, own)
         rest = reseeded(rest, reseed) if reseed else rest
-        return answered(WatchedGraph(graphdef), parameters, rest, arguments, below, replies, quick=quick)
+        return answered(WatchedGraph(graphdef), parameters, rest, arguments, below, replies, quick=quick, watch=watch)

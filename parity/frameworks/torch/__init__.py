@@ -23,6 +23,7 @@ from parity.frameworks.torch.leaves import unreadable as unreadable
 from parity.frameworks.torch.merging import effective as effective
 from parity.frameworks.torch.modes import Kinks as Kinks
 from parity.frameworks.torch.modes import Shaken as Shaken
+from parity.frameworks.torch.recording import Recorder as Recorder
 from parity.frameworks.torch.running import backward as backward
 from parity.frameworks.torch.running import capture as capture
 from parity.frameworks.torch.running import environment as environment

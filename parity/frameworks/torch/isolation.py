@@ -11,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Alone, Call, ModuleCall, Operation
+from parity.evidence.faults import SourceLine
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.settings import Held
+from parity.frameworks.source_lines import caller
 from parity.frameworks.torch.edits import Listed
 from parity.frameworks.torch.leaves import from_numpy, is_array
 from parity.frameworks.torch.running import evaluate, plain
@@ -26,7 +28,7 @@ def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[M
     records: list[ModuleCall] = []
     counts: dict[str, int] = {}
     open_calls: list[tuple[str, int]] = []
-    started: list[tuple[Any, Any]] = []
+    started: list[tuple[Any, Any, SourceLine | None]] = []
     handles = []
 
     def enter(path: str) -> Callable[..., None]:
@@ -34,15 +36,15 @@ def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[M
             counts[path] = counts.get(path, 0) + 1
             open_calls.append((path, counts[path] - 1))
             # Before it runs: a module may write into what it is given.
-            started.append((copied(args), copied(kwargs)))
+            started.append((copied(args), copied(kwargs), caller()))
 
         return hook
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         path, number = open_calls.pop()
-        given = started.pop()
+        given, named, line = started.pop()
         inside = open_calls[-1] if open_calls else None
-        records.append(ModuleCall(path, number, *given, copied(output), inside))
+        records.append(ModuleCall(path, number, given, named, copied(output), inside, line))
 
     try:
         for path, module in model.named_modules():

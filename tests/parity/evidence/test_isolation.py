@@ -27,7 +27,7 @@ from torch import nn
 
 import parity
 from parity.evidence.conventions import MASK, one_mask
-from parity.evidence.isolation import isolate
+from parity.evidence.operations import isolated as isolate
 from parity.evidence.subject import Subject
 
 
