@@ -68,16 +68,19 @@ class MultiHeadAttention(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """The port of the second document's attention, whose projections are never used."""
+    """The port of the second document's attention, whose projections are never used.
+
+    It has no module for the step between the heads, so that faults in that stand in its own code.
+    """
 
     def __init__(self, plan: Plan):
         rngs = nnx.Rngs(0)
         self.values, self.keys, self.queries = (nnx.Linear(D, E, use_bias=False, rngs=rngs) for _ in range(3))
         self.fc_out = nnx.Linear(E, E, rngs=rngs)
-        self.scale = math.sqrt(D) if plan("attention", "scale of the head width") else math.sqrt(E)
-        self.fill = -jnp.inf if plan("attention", "hidden rows become NaN") else -1e20
+        self.scale = math.sqrt(D) if plan("", "scale of the head width") else math.sqrt(E)
+        self.fill = -jnp.inf if plan("", "hidden rows become NaN") else -1e20
         self.order = plan("", "arguments in the usual order")
-        self.shown = plan("attention", "mask inverted")
+        self.shown = plan("", "mask inverted")
 
     def __call__(self, values: jax.Array, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
         """Attend; 0 hides."""

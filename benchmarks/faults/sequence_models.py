@@ -67,7 +67,7 @@ class BertLayer(nnx.Module):
     """The port of a layer."""
 
     def __init__(self, plan: Plan, rngs: nnx.Rngs):
-        self.attention = Attention(plan.under("attention"), WIDTH, HEADS, rngs)
+        self.attention = Attention(plan.under("attention"), WIDTH, HEADS, rngs, masked=True)
         self.mlp = MLP(plan.under("mlp"), WIDTH, INNER, rngs)
         self.norm1, self.norm2 = (layer_norm(plan, name, WIDTH, rngs) for name in ("norm1", "norm2"))
         self.no_residual, self.twice = plan("", "residual missing"), plan("", "residual doubled")

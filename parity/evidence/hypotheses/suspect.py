@@ -212,7 +212,8 @@ class Suspect:
         Gauss and Newton's steps on the logarithm, so that an epsilon is found as well as a factor.
         """
         tried = [(norm(self.residual(values(number))), number) for number in start]
-        size, best = min(tried, key=lambda t: t[0])
+        size, first = min(tried, key=lambda t: t[0])
+        best = first
         if not np.isfinite(size):
             return None
         for _ in range(STEPS):
@@ -227,7 +228,8 @@ class Suspect:
             best *= float(np.exp(move))
             if abs(move) < 1e-13:
                 break
-        return best if norm(self.residual(values(best))) < size else None
+        # Where a start is the number itself, the steps move it by rounding alone.
+        return best if norm(self.residual(values(best))) < size else first
 
 
 @dataclass(frozen=True)
