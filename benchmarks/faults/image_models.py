@@ -70,7 +70,7 @@ class TorchResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the classes."""
-        x = self.pool(self.relu(self.bn(self.stem(x))))
+        x = self.relu(self.pool(self.bn(self.stem(x))))
         return self.head(torch.flatten(self.average(self.block(x)), 1))
 
 
@@ -116,7 +116,7 @@ class ResNet(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Scores of the classes."""
-        x = self.pool(self.relu(self.bn(self.stem(x.transpose(0, 2, 3, 1)))))
+        x = self.relu(self.pool(self.bn(self.stem(x.transpose(0, 2, 3, 1)))))
         x = self.average(self.block(x))
         x = x if self.as_it_lies else x.transpose(0, 3, 1, 2)
         return self.head(x.reshape(x.shape[0], -1))
@@ -172,7 +172,7 @@ class UNet(nnx.Module):
         self.norm = nnx.GroupNorm(8, groups, epsilon=epsilon, use_fast_variance=plan("norm", "fast variance"), rngs=rngs)
         self.act = Function(activation(plan, "act", "silu"))
         self.down = nnx.Conv(8, 8, (2, 2), strides=2, padding="VALID", rngs=rngs)
-        pads = "SAME" if plan("up", "SAME padding") else ((1, 3), (1, 3)) if plan("up", "padding of one side") else 2
+        pads = ((1, 3), (1, 3)) if plan("up", "padding of one side") else 2
         self.up = nnx.ConvTranspose(8, 8, (4, 4), strides=(2, 2), padding=pads, transpose_kernel=False, rngs=rngs)
         self.leave = nnx.Conv(
             16, 3, (3, 3), padding="SAME" if plan("leave", "zeros for circular padding") else "CIRCULAR", rngs=rngs

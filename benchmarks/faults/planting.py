@@ -144,10 +144,12 @@ class LinenModel(Model):
     Attributes:
         options: keyword arguments that the Flax side alone is given.
         streams: names of its random keys.
+        without: torch's arrays for which the Flax module has none, by the kind of the fault that leaves them out.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     streams: tuple[str, ...] = ()
+    without: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def make(self, plan: Plan, seed: int) -> tuple[torch.nn.Module, Any]:
         """A pair with equal weights, but for the fault."""
@@ -159,7 +161,8 @@ class LinenModel(Model):
             variables = module.init({"params": jax.random.key(0), **rngs}, *args, **self.options)
         else:
             empty = parity.Linen(module, None, *args, rngs=rngs, **self.options)
-            variables = parity.transfer(theirs, empty, rename=self.rename).value.variables
+            missing = self.without.get(plan.fault.kind, ()) if plan.fault else ()
+            variables = parity.transfer(theirs, empty, rename=self.rename, ignore=missing).value.variables
         variables = unfreeze(variables)
         if self.after:
             self.after(variables, plan)

@@ -207,18 +207,46 @@ class Isolator:
 
     def reply(self, one: ModuleCall) -> dict[str, np.ndarray]:
         """What torch's module returned, by path in what Flax's returns, whichever way that answers."""
-        axes, rule = self.axes_of(one), self.rule(one.path)
+        axes, rule, renamed = self.axes_of(one), self.rule(one.path), self.renamed_outputs(one)
+        ways = rule.outputs if rule and rule.outputs else [renamed] if renamed is not None else []
         found = {}
         for path, leaf in flatten(one.output, is_array):
-            for where in (names.get(path) for names in rule.outputs) if rule and rule.outputs else [path]:
+            for where in (names.get(path) for names in ways) if ways else [path]:
                 if is_array(leaf) and where is not None:
                     found[where] = axes.to_flax(leaf)
         return found
 
+    def renamed_outputs(self, one: ModuleCall) -> dict[str, str] | None:
+        """Flax's path of each output, by torch's, where the two return other trees and no rule tells; None if they do not.
+
+        A port of a layer may return less than the layer, as an LSTM by hand that returns its outputs without its state:
+        what only one of them returns is not compared, and shows in what is made of it.
+        """
+        own = self.own.get((self.partners[one.path].path, one.call))
+        if own is None or one.path == "" or self.rule(one.path) is not None:
+            return None
+        mine, theirs = ({p: leaf for p, leaf in flatten(tree, is_array) if is_array(leaf)} for tree in (one.output, own.output))
+        if mine.keys() == theirs.keys():
+            return None
+        found: dict[str, str] = {}
+        for where, leaf in theirs.items():
+            for path in [where, *mine]:
+                fits = path in mine and any(axes.to_flax(mine[path]).shape == leaf.shape for axes in USUAL)
+                if fits and path not in found:
+                    found[path] = where
+                    break
+        return found or None
+
     def answers_whole(self, one: ModuleCall) -> bool:
         """Whether torch's answer covers all that Flax's module returns, as far as the model's own run shows it."""
         own = self.own.get((self.partners[one.path].path, one.call))
-        return own is None or all(path in self.reply(one) for path, leaf in flatten(own.output, is_array) if is_array(leaf))
+        if own is None:
+            return True
+        reply = self.reply(one)
+        # An answer of another shape is not used: the module runs for itself there.
+        return all(
+            path in reply and reply[path].shape == leaf.shape for path, leaf in flatten(own.output, is_array) if is_array(leaf)
+        )
 
     def axes_of(self, one: ModuleCall) -> Axes:
         """The order of axes in which a child is called: as shown, among those in which it is right."""
@@ -252,7 +280,7 @@ class Isolator:
         rule, axes = trial.rule, trial.axes
         outputs = dict(run.outputs)
         mine, plain = (dict(flatten(c.output, is_array)) for c in (trial.torch, trial.plain))
-        names = rule.names(outputs) if rule else None
+        names = rule.names(outputs) if rule else self.renamed_outputs(trial.torch)
         for path, leaf in mine.items():
             where = path if names is None else names.get(path)
             if where is None:
@@ -261,7 +289,7 @@ class Isolator:
             trial.expected[place], trial.noise[place] = leaf, plain.get(path)
             if where in outputs:
                 trial.actual[place] = turned_back(axes, outputs.pop(where), leaf)
-        for path in outputs if rule is None else ():
+        for path in outputs if names is None and rule is None else ():
             trial.actual[Place(None, 0, path)] = outputs[path]
         for name, calls in answering.items():
             for number, (call, _) in enumerate(calls):

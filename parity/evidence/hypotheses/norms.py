@@ -61,14 +61,18 @@ def variance(suspect: Suspect) -> Iterator[Variant]:
                 ("without scale", "scale and bias are not used", "use both"),
             ):
                 yield Variant(what, change, suspect.edited([op], "norm", way=way))
-        if op.name == "native_group_norm":
-            groups_, channels = op.args[6], op.args[4]
-            for count in [c for c in range(1, channels + 1) if channels % c == 0 and c != groups_]:
-                yield Variant(
-                    f"Flax makes {count} groups, torch {groups_}",
-                    f"set num_groups={groups_}",
-                    suspect.edited([op], "argument", index=6, value=count),
-                )
+
+
+def groups_of_channels(suspect: Suspect) -> Iterator[Variant]:
+    """A group norm over other groups: another number of them, or channels dealt out one by one."""
+    for op in suspect.named("native_group_norm"):
+        mine, channels = op.args[6], op.args[4]
+        for count in [c for c in range(1, channels + 1) if channels % c == 0 and c != mine]:
+            yield Variant(
+                f"Flax makes {count} groups, torch {mine}",
+                f"set num_groups={mine}",
+                suspect.edited([op], "argument", index=6, value=count),
+            )
 
 
 def batch_statistics(suspect: Suspect) -> Iterator[Variant]:

@@ -74,7 +74,14 @@ def flattened(suspect: Suspect) -> Iterator[Variant]:
 
 
 def pieces(suspect: Suspect) -> Iterator[Variant]:
-    """The pieces of a split (q, k, v; gate and value) in another order."""
+    """The pieces of a split (q, k, v; gate and value), or of what is put together, in another order."""
+    yield from joined_pieces(suspect)
+    for op in suspect.named("glu"):
+        yield Variant(
+            "the first half of a gated linear unit is taken for the gate",
+            "value * sigmoid(gate), where the value is the first half",
+            suspect.edited([op], "gated", value="identity", gate="sigmoid", exchanged=True),
+        )
     by_count: dict[int, list[Operation]] = {}
     for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
         by_count.setdefault(pieces_of(op), []).append(op)
@@ -87,6 +94,19 @@ def pieces(suspect: Suspect) -> Iterator[Variant]:
                     f"the {count} pieces of a split are taken in the order {order}{where}",
                     "take them in torch's order",
                     suspect.edited(chosen, "parts", order=order),
+                )
+
+
+def joined_pieces(suspect: Suspect) -> Iterator[Variant]:
+    """What is put together (a skip connection, both directions, a class token) in another order."""
+    for op in suspect.named("cat", "stack", "concat"):
+        count = len([path for path in op.operands if len(path) == 2])
+        for order in itertools.permutations(range(count)) if 1 < count <= 4 else ():
+            if order != tuple(range(count)):
+                yield Variant(
+                    f"{count} pieces are put together in the order {order}",
+                    "put them together in torch's order",
+                    suspect.edited([op], "joined", order=order),
                 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.evidence.calls import fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.trial import Place, by_argument, is_array
 
@@ -42,6 +43,23 @@ def another_value(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(f"{listed(places)} is {name}{here}", change, at_all(dict.fromkeys(places, array)))
                 for place in places if len(places) > 1 else ():
                     yield Variant(f"{place} is {name}{here}", change, at(place, array))
+    yield from another_operand(suspect)
+
+
+def another_operand(suspect: Suspect) -> Iterator[Variant]:
+    """An operation takes another value at hand than in torch."""
+    known = known_values(suspect)
+    names = {fingerprint(array): (name, array) for name, array in known}
+    for op in suspect.operations:
+        for path, number in op.operands.items():
+            source, mine = names.get(number, ("", None))
+            for name, array in known if mine is not None else ():
+                if mine is not None and array.shape == mine.shape and name != source:
+                    yield Variant(
+                        f"{op.name.strip('_')} takes {name} in place of {source}",
+                        f"give it {source}",
+                        suspect.edited([op], "substituted", path=path, value=array),
+                    )
 
 
 def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
@@ -123,6 +141,7 @@ def exchanged(suspect: Suspect) -> Iterator[Variant]:
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
     """A value that torch adds is not added, is added twice, or another is added in its place."""
+    yield from known_term(suspect)
     known = known_values(suspect)
     expected = {place: suspect.trial.expected[place] for place in floats(suspect)}
     for name, array in known:
@@ -142,6 +161,17 @@ def residual(suspect: Suspect) -> Iterator[Variant]:
         if same:
             what = f"{listed(list(same))} has {other} added where torch adds {name}"
             yield Variant(what, f"add {name}", at_all(same))
+
+
+def known_term(suspect: Suspect) -> Iterator[Variant]:
+    """A sum of which one term is a value at hand, and is not added."""
+    names = {fingerprint(array): name for name, array in known_values(suspect)}
+    for op in suspect.named("add"):
+        for path, edit in (((0,), "other operand"), ((1,), "left out")):
+            name = names.get(op.operands.get(path, -1))
+            if name and len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]:
+                what = f"{name} is not added: a residual is left out"
+                yield Variant(what, f"add {name}", suspect.edited([op], edit))
 
 
 # Values at hand beyond which they are not tried in pairs.
