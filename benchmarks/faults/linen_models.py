@@ -288,10 +288,11 @@ class TorchHashed(nn.Module):
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Scores of five classes, from words and numbers that belong to them."""
         pairs = (ids[:, :-1].long() * 1_000_003 + ids[:, 1:].long() * 10_007) % BUCKETS
-        scale = numbers.std(1, keepdim=True) + 1e-3
-        x = self.buckets(pairs).mean(1) * ((numbers - numbers.mean(1, keepdim=True)) / scale)[:, :1]
+        loud = numbers.relu().clamp(min=1e-6).log()
+        scale = loud.std(1, keepdim=True) + 1e-3
+        x = self.buckets(pairs).mean(1) * ((loud - loud.mean(1, keepdim=True)) / scale)[:, :1]
         x = x + self.fc2(nn.functional.silu(self.fc1(x)))
-        return self.head(x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6)).log_softmax(-1)
+        return self.head(nn.functional.normalize(x, dim=-1)).log_softmax(-1)
 
 
 class Hashed(linen.Module):
@@ -309,24 +310,24 @@ class Hashed(linen.Module):
         else:
             pairs = ((first % BUCKETS) * (1_000_003 % BUCKETS) + (second % BUCKETS) * (10_007 % BUCKETS)) % BUCKETS
         numbers = numbers.astype(jnp.float16).astype(numbers.dtype) if on("", "argument cut to float16") else numbers
-        scale = numbers.std(1, keepdims=True, ddof=0 if on("", "deviation over n") else 1)
+        loud = jnp.log(jnp.maximum(jax.nn.relu(numbers), 0.0 if on("", "guard against zero left out") else 1e-6))
+        scale = loud.std(1, keepdims=True, ddof=0 if on("", "deviation over n") else 1)
         scale = scale + (0.0 if on("", "epsilon left out") else 1e-3)
         words = linen.Embed(BUCKETS, WIDTH)(pairs)
         x = words.max(1) if on("", "maximum for mean") else words.mean(1)
-        x = x * ((numbers - numbers.mean(1, keepdims=True)) / scale)[:, :1]
+        x = x * ((loud - loud.mean(1, keepdims=True)) / scale)[:, :1]
         y = linen.Dense(INNER)(x)
         y = jax.nn.gelu(y) if on("", "activation gelu") else jax.nn.silu(y)
         y = x + linen.Dense(WIDTH)(y)
-        length = jnp.linalg.norm(y, axis=-1, keepdims=True)
-        length = jnp.square(length) if on("", "root left out") else length
-        y = y / (length if on("", "guard against zero left out") else jnp.maximum(length, 1e-6))
-        y = linen.Dense(5)(y)
+        length = (jnp.abs(y) if on("", "absolute values for squares") else jnp.square(y)).sum(-1, keepdims=True)
+        length = length if on("", "absolute values for squares") or on("", "root left out") else jnp.sqrt(length)
+        y = linen.Dense(5)(y / length)
         return jax.nn.softmax(y) if on("", "softmax for log softmax") else jax.nn.log_softmax(y)
 
 
 def words_and_numbers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Ids large enough to wrap, `(3, 7)`, and numbers, the last of whose rows are all the same."""
-    numbers = rng.normal(2.0, 0.3, (3, 6)).astype(np.float32)
+    """Ids large enough to wrap, `(3, 7)`, and numbers, some of which are below zero."""
+    numbers = rng.normal(0.5, 1.0, (3, 6)).astype(np.float32)
     return rng.integers(10_000, 50_000, (3, LENGTH)).astype(np.int32), numbers
 
 
@@ -375,9 +376,8 @@ class Reader(linen.Module):
     def setup(self) -> None:
         """The layers, under torch's names."""
         on = self.plan
-        forward = linen.RNN(linen.OptimizedLSTMCell(5), reverse=on("both", "run backwards"))
         merge = {"merge_fn": directions} if on("both", "order of the directions") else {}
-        self.both = linen.Bidirectional(forward, linen.RNN(linen.OptimizedLSTMCell(5)), **merge)
+        self.both = linen.Bidirectional(*(linen.RNN(linen.OptimizedLSTMCell(5)) for _ in range(2)), **merge)
         self.gru = linen.RNN(linen.GRUCell(8), reverse=on("gru", "run backwards"))
         self.head = linen.Dense(5)
 

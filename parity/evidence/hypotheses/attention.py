@@ -69,6 +69,7 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
         if any(op.name.rstrip("_") != name for op in chosen):
             continue
         yield from other_fills(suspect, chosen, name, where)
+        yield from weak_fills(suspect, chosen, where) if name == "add" else ()
         yield from other_masks(suspect, chosen, name, where)
     for op in suspect.named("add"):
         if op.switches and len(op.shapes) == 2:
@@ -144,18 +145,21 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
 
 
 FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6)
+# Numbers that hide nothing: a mask that multiplies the scores leaves 0 there.
+WEAK = (0.0, -1.0, -10.0, -100.0, -1e3, -1e5)
 
 
 def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
     """Another number in hidden places; it shows where a query sees nothing."""
     if name == "masked_fill" and len(chosen[0].args) > 2 and chosen[0].args[2] is not None:
         mine = chosen[0].args[2]
-        for value in FILLS:
+        for value in (*FILLS, *WEAK):
             if value != mine:
                 finite = f"finite in Flax, as {value:g}," if math.isinf(mine) else f"{value:g} in Flax"
                 got = "NaN" if math.isinf(value) else "the average of all values"
+                got = "no place is hidden" if value in WEAK else f"a query that sees nothing gets {got}"
                 yield Variant(
-                    f"hidden scores are {finite} and {mine:g} in torch{where}: a query that sees nothing gets {got}",
+                    f"hidden scores are {finite} and {mine:g} in torch{where}: {got}",
                     f"fill with {mine:g}",
                     suspect.edited(chosen, "argument", index=2, value=value),
                 )
@@ -165,6 +169,16 @@ def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str
                         f"jnp.where(mask, {mine:g}, scores)",
                         suspect.edited(chosen, "fill added", value=value),
                     )
+
+
+def weak_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
+    """Hidden scores that are set to a number, where torch adds a mask of minus infinity."""
+    for value in (*WEAK, *FILLS):
+        yield Variant(
+            f"hidden scores are {value:g} in Flax where torch adds its mask{where}",
+            "hide by jnp.where(mask, scores, -jnp.inf)",
+            suspect.edited(chosen, "refilled", value=value),
+        )
 
 
 def hidden_rows(suspect: Suspect) -> Iterator[Variant]:

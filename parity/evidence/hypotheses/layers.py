@@ -85,7 +85,7 @@ def rewired(suspect: Suspect, chain: list[ModuleCall], new: list[ModuleCall]) ->
 
 def another_layer(suspect: Suspect) -> Iterator[Variant]:
     """A layer called in place of another of its kind, or once more on what it has returned."""
-    answering = [one for one in children(suspect) if whole(one) and one.path in suspect.trial.replies]
+    answering = [one for one in children(suspect) if whole(one)]
     alike = [
         (a, b)
         for a, b in itertools.permutations({one.path: one for one in answering}.values(), 2)
@@ -115,7 +115,5 @@ def answered_by(suspect: Suspect, a: ModuleCall, b: ModuleCall, given: np.ndarra
     """The module's values if one layer answers, from what it is given, where another does."""
     with suspect.subject.torch.pinned():
         run = suspect.subject.torch.alone(suspect.subject.torch_model, b.path, (given,), {}, dtype=suspect.isolator.dtype)
-    replies = {name: list(answers) for name, answers in suspect.trial.replies.items()}
-    calls = [one for one in children(suspect) if one.path == a.path]
-    replies[a.path][calls.index(a)] = run.outputs[""]
-    return torch_again(suspect.trial, suspect.subject, replies=replies)
+    answers = [run.outputs[""] if one is a else one.output for one in children(suspect) if one.path == a.path]
+    return torch_again(suspect.trial, suspect.subject, replies={**suspect.trial.replies, a.path: answers})

@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from parity.evidence.calls import Operation
+from parity.evidence.calls import Operation, fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.trees import flatten
+from parity.evidence.trial import is_array
 
 
 def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
@@ -42,7 +44,7 @@ def heads(suspect: Suspect) -> Iterator[Variant]:
     for pairs, edit, word in ((splits, "split minor", "split"), (joins, "joined minor", "merged")):
         for where, chosen in groups(op for op, _ in pairs):
             axis = next((axis for op, axis in pairs if chosen and op.number == chosen[0].number), None)
-            if chosen and axis is not None:
+            if chosen and axis is not None and not (edit == "joined minor" and in_space(suspect, chosen[0])):
                 yield Variant(
                     f"heads are {word} in the order (width, heads){where}",
                     f"{word.removesuffix('d')} as (heads, width)",
@@ -61,8 +63,34 @@ def split_axis(joined: tuple[int, ...], split: tuple[int, ...]) -> int | None:
     return None
 
 
+def in_space(suspect: Suspect, op: Operation) -> bool:
+    """Whether an operation takes what a layer over images returns: its last axes are height and width."""
+    found = {
+        fingerprint(array)
+        for key in suspect.isolator.children.get(suspect.trial.torch.key, ())
+        if any(word in suspect.isolator.torch_layers[key[0]].kinds[0] for word in ("Conv", "Pool", "BatchNorm", "Upsample"))
+        for _, array in flatten(suspect.isolator.calls[key].output, is_array)
+        if is_array(array)
+    }
+    return any(number in found for number in op.operands.values())
+
+
+def columns_first(suspect: Suspect) -> Iterator[Variant]:
+    """Height and width of an image laid in one row column by column."""
+    for op in suspect.operations:
+        if op.name in ("view", "_unsafe_view", "unsafe_view") and op.shapes and in_space(suspect, op):
+            axis = split_axis(op.shape, op.shapes[0])
+            if axis is not None:
+                yield Variant(
+                    f"Flax lays axes {axis} and {axis + 1} of {op.shapes[0]} in one row column by column, torch row by row",
+                    "reshape without exchanging height and width before",
+                    suspect.edited([op], "joined minor", axis=axis),
+                )
+
+
 def flattened(suspect: Suspect) -> Iterator[Variant]:
-    """Channels first or last before all is laid in one row."""
+    """Channels first or last before all is laid in one row; height and width exchanged before."""
+    yield from columns_first(suspect)
     views = [op for op in suspect.operations if op.name in ("view", "_unsafe_view") and op.shapes and len(op.shapes[0]) > 2]
     for where, chosen in groups(op for op in views if len(op.shape) < len(op.shapes[0])):
         if chosen:

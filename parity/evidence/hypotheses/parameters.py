@@ -9,6 +9,7 @@ import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.hypotheses.weight import Weight
+from parity.evidence.trial import is_array
 
 GATES = {"LSTM": "ifgo", "LSTMCell": "ifgo", "GRU": "rzn", "GRUCell": "rzn"}
 COPY = "copy it again with parity.transfer(torch_model, flax_model)"
@@ -259,6 +260,7 @@ def plus_one(array: np.ndarray, block: int, count: int) -> np.ndarray:
 
 def per_head(suspect: Suspect) -> Iterator[Variant]:
     """A fused projection cut per head, or heads split with the head axis inside."""
+    yield from fused_answers(suspect)
     heads: Any = suspect.torch_layer.settings("num_heads") or suspect.torch_layer.settings("n_heads")
     fused = {w.path: w.torch for w in suspect.weights if w.torch.shape and w.torch.shape[0] % 3 == 0}
     fused = {p: a for p, a in fused.items() if p.rpartition(".")[2].startswith(("in_proj", "qkv", "c_attn"))}
@@ -276,6 +278,34 @@ def per_head(suspect: Suspect) -> Iterator[Variant]:
         "cut into q, k and v first, then into heads",
         with_weights(suspect, weights),
     )
+
+
+def fused_answers(suspect: Suspect) -> Iterator[Variant]:
+    """What one layer returns for all of q, k and v, cut in another order of pieces, heads and width."""
+    cuts = suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split", "slice")
+    counts = {2, 3} if cuts else set()
+    heads = {size for op in suspect.operations if len(op.shape) > 3 for size in op.shape[1:]} - {1}
+    for key in suspect.isolator.children.get(suspect.trial.torch.key, ()) if counts else ():
+        one = suspect.isolator.calls[key]
+        answers = suspect.trial.replies.get(one.path)
+        if answers is None or not is_array(one.output) or one.output.ndim < 2 or one.call or len(answers) > 1:
+            continue
+        width = one.output.shape[-1]
+        for count, head in itertools.product(sorted(counts), sorted(heads)):
+            if width % (count * head) or width == count * head:
+                continue
+            sizes = {"pieces": count, "heads": head, "width": width // (count * head)}
+            for order in itertools.permutations(sizes):
+                if order != tuple(sizes):
+                    # Read in that order, laid in torch's.
+                    cut = one.output.reshape(*one.output.shape[:-1], *(sizes[name] for name in order))
+                    back = [cut.ndim - 3 + order.index(name) for name in sizes]
+                    value = cut.transpose(*range(cut.ndim - 3), *back).reshape(one.output.shape)
+                    yield Variant(
+                        f"Flax reads what {one.path} returns as ({', '.join(order)}), torch as ({', '.join(sizes)})",
+                        f"reshape to ({', '.join(sizes)}): {count} pieces first, then {head} heads",
+                        lambda path=one.path, v=value: suspect.again(replies={**suspect.trial.replies, path: [v]}),
+                    )
 
 
 def weight_norm(suspect: Suspect) -> Iterator[Variant]:

@@ -152,6 +152,10 @@ class Suspect:
         """The module with one edit at each of the chosen operations."""
         return Edited(self, {op.number: (edit, settings) for op in chosen})
 
+    def edited_each(self, edits: Iterable[tuple[Operation, str, Mapping[str, Any]]]) -> "Edited":
+        """The module with an edit of its own at each of some operations."""
+        return Edited(self, {op.number: (edit, settings) for op, edit, settings in edits})
+
     def flax_again(self, **changes: Any) -> Values:
         """Flax's module once more on the same arguments, at the places that are its own outputs."""
         trial = self.trial
@@ -249,7 +253,7 @@ class Edited:
 
 
 def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]:
-    """All operations of a kind together, those of one shape together, and each alone; with words that tell which."""
+    """All operations of a kind together, those of one shape together, every second or third, and each alone; with words."""
     all_ = list(chosen)
     yield "", all_
     if len(all_) < 2:
@@ -260,10 +264,15 @@ def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]
     for shape, those in shapes.items():
         if 1 < len(those) < len(all_):
             yield f" where it takes {shape[0][0]}", those
+    # In a loop over a sequence the same operation stands once or several times in each step.
+    for period in (2, 3, 4) if len(all_) >= 4 else ():
+        for first in range(period) if len(all_) % period == 0 and len(all_) > period else ():
+            yield f" (the {ORDINALS[first]} of every {period})", all_[first::period]
     for number, op in enumerate(all_ if len(all_) <= ALONE else []):
         yield f" (number {number + 1} of {len(all_)})", [op]
 
 
+ORDINALS = ("first", "second", "third", "fourth")
 STEPS = 25
 
 

@@ -245,6 +245,27 @@ def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
 
         what = f"axes {first} and {second} of the arguments are taken for each other"
         yield Variant(what, "exchange them back where the module is called", values)
+    yield from backwards(suspect)
+
+
+def backwards(suspect: Suspect) -> Iterator[Variant]:
+    """A module that runs over an axis of what it is given from the end, and returns what it makes so, or turned back."""
+    given = suspect.trial.torch.args
+    ndims = {a.ndim for a in given if is_array(a) and a.dtype.kind == "f"}
+    for axis, back in itertools.product(range(min(ndims) if ndims else 0), (False, True)):
+
+        def values(axis: int = axis, back: bool = back) -> Values:
+            found = suspect.again(args=tuple(flipped(a, axis) for a in given))
+            return {place: flipped(value, axis) if back else value for place, value in found.items()}
+
+        kept = ", and turns round what it returns" if back else ""
+        yield Variant(
+            f"Flax runs over axis {axis} of its arguments from the end{kept}", "run over it from the beginning", values
+        )
+
+
+def flipped(value: Any, axis: int) -> Any:
+    return np.flip(value, axis) if is_array(value) and value.ndim > axis and value.dtype.kind == "f" else value
 
 
 def swapped(value: Any, first: int, second: int) -> Any:

@@ -277,6 +277,43 @@ def fill_added(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
     return torch.where(args[1], args[0] + value, args[0])
 
 
+def refilled(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """Hidden scores replaced by a number, where a mask is added to them."""
+    return torch.where(args[1] < -1e3, torch.full((), value, dtype=args[0].dtype), args[0] + args[1])
+
+
+def filled(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """An array made of another number."""
+    return torch.full_like(run(*args, **kwargs), value)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Any, bool], Tensor]] = {
+    "mean": lambda x, dim, keep: x.mean(dim, keepdim=keep),
+    "sum": lambda x, dim, keep: x.sum(dim, keepdim=keep),
+    "maximum": lambda x, dim, keep: x.amax(dim, keepdim=keep),
+    "minimum": lambda x, dim, keep: x.amin(dim, keepdim=keep),
+    "median": lambda x, dim, keep: x.quantile(0.5, dim if isinstance(dim, int) else dim[0], keepdim=keep),
+    "log of the sum of exponentials": lambda x, dim, keep: x.logsumexp(dim, keepdim=keep),
+    "standard deviation": lambda x, dim, keep: x.std(dim, correction=0, keepdim=keep),
+    "variance": lambda x, dim, keep: x.var(dim, correction=0, keepdim=keep),
+    "root of the mean square": lambda x, dim, keep: (x * x).mean(dim, keepdim=keep).sqrt(),
+    "length": lambda x, dim, keep: (x * x).sum(dim, keepdim=keep).sqrt(),
+    "square of the length": lambda x, dim, keep: (x * x).sum(dim, keepdim=keep),
+    "sum of absolute values": lambda x, dim, keep: x.abs().sum(dim, keepdim=keep),
+    "largest absolute value": lambda x, dim, keep: x.abs().amax(dim, keepdim=keep),
+    "softmax": lambda x, dim, keep: x.softmax(dim),
+    "log softmax": lambda x, dim, keep: x.log_softmax(dim),
+    "sigmoid": lambda x, dim, keep: x.sigmoid(),
+}
+
+
+def reduced(run: Edit, args: Any, kwargs: Any, *, to: str, dim: Any, keep: bool) -> Any:
+    """Another summary along the same axes."""
+    before = run(*args, **kwargs)
+    result = REDUCTIONS[to](args[0], list(dim) if isinstance(dim, tuple) else dim, keep)
+    return (result, *before[1:]) if isinstance(before, tuple) else result
+
+
 def reshaped(run: Edit, args: Any, kwargs: Any) -> Any:
     """Axes that are moved, got by a bare reshape to the same shape instead."""
     result = run(*args, **kwargs)
@@ -468,6 +505,9 @@ EDITS: dict[str, Edit] = {
     "mask as number": mask_as_number,
     "number as mask": number_as_mask,
     "fill added": fill_added,
+    "refilled": refilled,
+    "filled": filled,
+    "reduced": reduced,
     "reshaped": reshaped,
     "split minor": split_minor,
     "joined minor": joined_minor,
