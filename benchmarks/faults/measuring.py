@@ -122,7 +122,10 @@ def usual_practice(theirs: torch.nn.Module, mine: Any, args: tuple[Any, ...]) ->
 def code_version() -> str:
     """A short hash of the checker's and the catalogue's code: rows of another are not of this code."""
     here = Path(__file__).parent
-    files = [*Path(parity.__file__).parent.rglob("*.py"), *(f for f in here.glob("*.py") if f.name not in ("report.py", "__main__.py"))]
+    files = [
+        *Path(parity.__file__).parent.rglob("*.py"),
+        *(f for f in here.glob("*.py") if f.name not in ("report.py", "__main__.py")),
+    ]
     told = hashlib.sha256()
     for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
         told.update(file.read_bytes())
