@@ -14,8 +14,8 @@ from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.faults import Difference, Isolated, Isolation
+from parity.evidence.hypotheses.weight import Weight, weights_of
 from parity.evidence.judging import compared
-from parity.evidence.numerics import same_bits
 from parity.evidence.partners import partners
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
@@ -214,13 +214,14 @@ class Isolator:
             return {}
 
     @cached_property
-    def unequal(self) -> frozenset[str]:
-        """Torch's arrays whose counterparts in Flax are not the same numbers, by path."""
-        return frozenset(
-            one.source.array_path
-            for one in self.subject.pairing.pairs
-            if not same_bits(np.asarray(one.layout.apply(one.source.read())), np.asarray(one.target.read())).all()
-        )
+    def weights(self) -> dict[str, Weight]:
+        """Torch's arrays by path, each with its counterpart in Flax."""
+        return weights_of(self.subject.pairing.pairs)
+
+    @cached_property
+    def unequal(self) -> dict[str, Weight]:
+        """Those whose counterparts are not the same numbers."""
+        return {path: weight for path, weight in self.weights.items() if not weight.equal}
 
     def below(self, one: ModuleCall) -> list[tuple[str, list[ModuleCall]]]:
         """The nearest modules below that have partners, with their calls within this one."""

@@ -7,11 +7,13 @@ from parity.errors import InputError
 from parity.evidence.hypotheses import (
     activations,
     attention,
+    connections,
     masks,
     mode,
     norms,
     orders,
     parameters,
+    positions,
     rounding,
     sums,
     tensors,
@@ -28,7 +30,7 @@ class Hypothesis:
         name: in reports.
         variants: what torch's module would compute if the Flax module were wrong in that way; any number
             of ways to be so, none if it does not apply.
-        resort: tried only where nothing before it explains all that differs.
+        resort: tried only where no cause before it explains all that differs.
     """
 
     name: str
@@ -54,6 +56,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("setting that is passed on", masks.settings),
     Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
+    Hypothesis("arguments exchanged", connections.answers_exchanged),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", orders.heads),
     Hypothesis("flatten order", orders.flattened),
@@ -71,10 +74,16 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("norm placement", tensors.norm_placement),
     Hypothesis("residual", tensors.residual),
     Hypothesis("factor", sums.scaling),
+    Hypothesis("factor", connections.term_factors),
     Hypothesis("another value", tensors.another_value),
+    Hypothesis("another value", connections.left_out),
     Hypothesis("part of a value", tensors.part_of_a_value),
+    Hypothesis("part of a value", orders.summaries),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
+    Hypothesis("rotary pairs", positions.halves_or_neighbours),
+    Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
+    Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("order of axes", tensors.axes, resort=True),
     Hypothesis("precision", rounding.precision, resort=True),
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),

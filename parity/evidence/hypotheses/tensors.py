@@ -139,7 +139,7 @@ def exchanged_places(suspect: Suspect) -> Iterator[Variant]:
                     if all(a != b for a, b in zip(chosen, order)):
                         said = ", ".join(f"what belongs at {b} stands at {a}" for a, b in zip(chosen, order))
                         found = {a: suspect.trial.expected[b] for a, b in zip(chosen, order)}
-                        yield Variant(f"values are exchanged: {said}", "exchange them back", at_all(found))
+                        yield Variant(f"values are exchanged: {said}", "exchange them back", at_all(found), whole=True)
 
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
