@@ -36,7 +36,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", help="the pairs whose names contain this; several may be given")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="the pairs whose names contain this; several may be given"
+    )
     parser.add_argument("--fault", default="", help="the faults whose place and kind contain this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a JSON file for the rows; the tables lie beside it, as .md")

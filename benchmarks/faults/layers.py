@@ -109,7 +109,13 @@ class Attend(nnx.Module):
         """Attend."""
         wrong, d = self.wrong, q.shape[-1]
         k, v = (v, k) if "values and keys swapped" in wrong else (k, v)
-        scale = math.sqrt(d * q.shape[1]) if "scale of the whole width" in wrong else d if "scale squared" in wrong else math.sqrt(d)
+        scale = (
+            math.sqrt(d * q.shape[1])
+            if "scale of the whole width" in wrong
+            else d
+            if "scale squared" in wrong
+            else math.sqrt(d)
+        )
         scores = q @ k.swapaxes(-2, -1) / (1.0 if "scale missing" in wrong else scale)
         if self.causal and "causal mask missing" not in wrong:
             shift = 1 if "causal mask shifted" in wrong else 0
@@ -117,7 +123,9 @@ class Attend(nnx.Module):
             scores = jnp.where(seen, scores, -jnp.inf)
         if mask is not None and "mask not applied" not in wrong:
             seen = ~mask if "mask inverted" in wrong else mask
-            scores = scores + seen.astype(scores.dtype) if "mask added as 0 and 1" in wrong else jnp.where(seen, scores, -jnp.inf)
+            scores = (
+                scores + seen.astype(scores.dtype) if "mask added as 0 and 1" in wrong else jnp.where(seen, scores, -jnp.inf)
+            )
         if "bfloat16 softmax" in wrong:
             scores = scores.astype(jnp.bfloat16).astype(scores.dtype)
         return jax.nn.softmax(scores, axis=-2 if "softmax over queries" in wrong else -1) @ v

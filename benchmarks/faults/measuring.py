@@ -48,8 +48,8 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
         "found": not report.passed,
         "levels": [level.level for level in report.levels if level.status == "failed"],
         "modules": sorted({one.path for one in found.isolation.faults}) if found else [],
-        "causes": [cause.hypothesis for cause in found.causes_of(fault.place)] if found and fault else [],
-        "operation": operation_at(found, fault.place) if found and fault else None,
+        "causes": [cause.hypothesis for cause in found.causes_of(fault.places[0])] if found and fault else [],
+        "operation": operation_at(found, fault.places) if found and fault else None,
         "settings": list(found.settings) if found else [],
         "tried": found.tried if found else 0,
         "seconds": round(seconds, 2),
@@ -73,12 +73,12 @@ def judged(row: Row, found: Diagnosis | None, fault: Fault, theirs: torch.nn.Mod
     # A setting that these inputs do not show, such as a momentum, is named by the ledger alone.
     by_setting = not row["modules"] and any(sentence.partition(":")[0] == fault.place for sentence in row["settings"])
     first = bool(row["causes"]) and row["causes"][0] in wanted(fault.kind)
-    return row["modules"] == [fault.place] or by_setting, first or by_setting
+    return row["modules"] == sorted(fault.places) or by_setting, first or by_setting
 
 
-def operation_at(found: Diagnosis, place: str) -> str | None:
+def operation_at(found: Diagnosis, places: tuple[str, ...]) -> str | None:
     """The operation that is named inside a wrong module; None where none is."""
-    told = [getattr(one, "operation", None) for one in found.isolation.faults if one.path == place]
+    told = [getattr(one, "operation", None) for one in found.isolation.faults if one.path in places]
     return str(told[0]) if told and told[0] else None
 
 
@@ -122,7 +122,10 @@ def usual_practice(theirs: torch.nn.Module, mine: Any, args: tuple[Any, ...]) ->
 def code_version() -> str:
     """A short hash of the checker's and the catalogue's code: rows of another are not of this code."""
     here = Path(__file__).parent
-    files = [*Path(parity.__file__).parent.rglob("*.py"), *(f for f in here.glob("*.py") if f.name not in ("report.py", "__main__.py"))]
+    files = [
+        *Path(parity.__file__).parent.rglob("*.py"),
+        *(f for f in here.glob("*.py") if f.name not in ("report.py", "__main__.py")),
+    ]
     told = hashlib.sha256()
     for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
         told.update(file.read_bytes())

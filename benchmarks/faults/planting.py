@@ -21,12 +21,18 @@ class Fault:
     """One planted fault.
 
     Attributes:
-        place: dotted path of the torch module that computes something else than its twin; '' is the model itself.
+        place: dotted path of the torch module that computes something else than its twin; '' is the model itself,
+            `a and b` are two modules that must both be named.
         kind: what is wrong, such as `epsilon`.
     """
 
     place: str
     kind: str
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The modules that must be named."""
+        return tuple(self.place.split(" and "))
 
     def __str__(self) -> str:
         return f"{self.place or 'the model'}: {self.kind}"

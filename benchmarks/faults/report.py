@@ -82,7 +82,9 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
         "",
         "## Fault by fault",
         "",
-        *table(("pair", "module", "fault", *(h for h, _ in OURS), "named first", "s", *(h for h, _ in USUAL)), map(single, faults)),
+        *table(
+            ("pair", "module", "fault", *(h for h, _ in OURS), "named first", "s", *(h for h, _ in USUAL)), map(single, faults)
+        ),
     ]
     return "\n".join(lines) + "\n"
 

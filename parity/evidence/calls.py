@@ -112,7 +112,8 @@ class Operation:
         shape: of its result, or of the first of several.
         masks: whether one of the arrays hides and shows.
         switches: whether one of them holds nothing but the numbers 0 and 1.
-        operands: the fingerprints of the floating point arrays it takes, by position, or by that of their list and theirs in it.
+        operands: the fingerprints of the floating point arrays that it takes, by position, or by that of their
+            list and theirs in it.
     """
 
     number: int

@@ -10,6 +10,7 @@ from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation import Isolator
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
+from parity.evidence.unseen import with_unseen
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
@@ -73,6 +74,8 @@ def diagnose_subject(subject: Subject) -> Diagnosis:
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
+    isolation, unseen = with_unseen(isolator, isolation)
+    causes += unseen
     if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
         # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
         native, losses = diagnose_precision(subject)
@@ -102,6 +105,7 @@ class Search:
         for resort in (False, True):
             if resort and any(cause.complete for cause in causes):
                 break
+            self.suspect.open = self.left(causes)
             for hypothesis in HYPOTHESES:
                 if hypothesis.resort is resort:
                     causes += self.attempt(hypothesis)
@@ -166,10 +170,10 @@ class Search:
             left = self.suspect.left_of(values)
             self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []
         gone, sound = self.suspect.explained(values, variant.unit)
-        if not gone or not sound:
+        if not gone or not sound or (variant.whole and len(gone) < len(values)):
             return None
         return Cause(
-            *(hypothesis.name, self.suspect.path, variant.what, variant.change),
+            *(variant.name or hypothesis.name, self.suspect.path, variant.what, variant.change),
             before=max(self.suspect.before[place] for place in gone),
             after=max(gone.values()),
             explains=tuple(map(str, gone)),

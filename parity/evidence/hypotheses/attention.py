@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant, groups
 from parity.evidence.hypotheses.tensors import named_factor
 
 
@@ -70,7 +70,10 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
             continue
         yield from other_fills(suspect, chosen, name, where)
         yield from weak_fills(suspect, chosen, where) if name == "add" else ()
-        yield from other_masks(suspect, chosen, name, where)
+        for variant in other_masks(suspect, chosen, name, where):
+            yield variant
+            yield from then_nan(suspect, variant)
+    yield from behind(suspect, ops)
     for op in suspect.named("add"):
         if op.switches and len(op.shapes) == 2:
             for shows in (True, False):
@@ -88,6 +91,35 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
                         f"join them as torch does: {op.name}",
                         suspect.edited([op], "logic", way=way),
                     )
+
+
+def then_nan(suspect: Suspect, variant: Variant) -> Iterator[Variant]:
+    """The same, where torch gives zeros to a query that then sees no key, and Flax NaN."""
+    assert isinstance(variant.values, Edited)
+    safe: Edits = {op.number: ("softmax", {"hidden": "nan"}) for op in suspect.named("safe_softmax")}
+    if safe:
+        what = f"{variant.what}; a query that then sees no key gets NaN"
+        yield Variant(what, variant.change, Edited(suspect, {**variant.values.edits, **safe}))
+
+
+def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
+    """A mask that is applied to the weights, when softmax has counted what it hides."""
+    places = {"masked_fill": 1, "where": 0, "add": 1}
+    for softmax in suspect.named("softmax", "safe_softmax"):
+        before = [op for op in ops if op.number < softmax.number and op.name.rstrip("_") in places]
+        for share in (False, True) if before else ():
+            aside: dict[str, Any] = {}
+            mask = before[-1]
+            edits = {
+                mask.number: ("set aside", {"aside": aside, "at": places[mask.name.rstrip("_")]}),
+                softmax.number: ("hidden behind", {"aside": aside, "share": share}),
+            }
+            rest = ", and the rest is brought back to a sum of 1" if share else ""
+            yield Variant(
+                f"the mask is applied behind softmax, to the weights{rest}",
+                "hide the scores before softmax: jnp.where(mask, scores, -inf)",
+                Edited(suspect, edits),
+            )
 
 
 def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:

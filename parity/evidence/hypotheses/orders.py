@@ -28,6 +28,35 @@ def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
+SUMMARIES = {"mean": "mean", "sum": "sum", "amax": "largest", "max": "largest", "amin": "smallest", "min": "smallest"}
+
+
+def summaries(suspect: Suspect) -> Iterator[Variant]:
+    """A mean where torch takes the largest, the first position where it takes the last, and so on, along the same axis."""
+    for op in suspect.named(*SUMMARIES, "select"):
+        if len(op.args) < 2 or not op.shapes or (op.name == "select" and len(op.args) < 3):
+            continue
+        dims = tuple(op.args[1]) if isinstance(op.args[1], tuple | list) else (op.args[1],)
+        if not dims or not all(isinstance(dim, int) for dim in dims):
+            continue
+        shape, mine = op.shapes[0], SUMMARIES.get(op.name, f"position {op.args[2]}" if op.name == "select" else "")
+        for other in dict.fromkeys(SUMMARIES.values()):
+            if other != mine:
+                yield Variant(
+                    f"Flax takes the {other} along axis {dims} where torch takes the {mine}",
+                    f"take the {mine}",
+                    suspect.edited([op], "summary", dims=dims, to=other),
+                )
+        last = shape[dims[0]] - 1
+        for position in dict.fromkeys((0, last, 1, last - 1)) if len(dims) == 1 else ():
+            if not (op.name == "select" and op.args[2] % shape[dims[0]] == position):
+                yield Variant(
+                    f"Flax takes position {position} along axis {dims[0]} where torch takes the {mine}",
+                    f"take the {mine}",
+                    suspect.edited([op], "summary", dims=dims, to="position", position=position),
+                )
+
+
 def heads(suspect: Suspect) -> Iterator[Variant]:
     """Heads split or merged by a bare reshape, or with heads and width in the other order."""
     moves = [op for op in suspect.operations if op.name in ("transpose", "permute") and len(op.shape) > 2]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
+from parity.evidence.hypotheses.orders import SUMMARIES as PLAIN_SUMMARIES
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
 
 SUMMARIES = ("mean", "sum", "maximum", "minimum", "median", "log of the sum of exponentials", "standard deviation", "variance")
@@ -38,7 +39,8 @@ def reduction(suspect: Suspect) -> Iterator[Variant]:
     for mine, ops in kinds.items():
         for where, chosen in groups(ops):
             for other in SOFT if mine in SOFT else SUMMARIES:
-                if other != mine:
+                # Plain ones for each other are told as parts of a value.
+                if other != mine and not {mine, other} <= set(PLAIN_SUMMARIES.values()):
                     yield Variant(
                         f"Flax takes the {other} where torch takes the {mine}{where}",
                         f"use {IN_JAX.get(mine, mine)}",

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.weight import Weight
+from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import bound, in_parts, torch_again
-from parity.evidence.numerics import finite_scale, largest_gap, same_specials
+from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, by_argument, is_array
 from parity.weights.leaf import Layer, Leaf
-from parity.weights.pairing import Pair
 
 # A difference that falls below so many times what rounding explains counts as gone: torch's module under
 # a hypothesis may compute in another order than Flax's.
@@ -40,12 +39,16 @@ class Variant:
         change: what to write in the Flax code instead.
         values: computes it, by place; a place that is left out says nothing.
         unit: what may be left of the difference, in units of the largest value; 0 lets rounding alone be left.
+        name: of the cause, if it is another than the hypothesis's.
+        whole: whether it is a cause only if it explains every place of which it says something.
     """
 
     what: str
     change: str
     values: Callable[[], Values] = field(compare=False, repr=False)
     unit: float = 0.0
+    name: str = ""
+    whole: bool = False
 
 
 class Suspect:
@@ -64,6 +67,8 @@ class Suspect:
         # Weights that are known to be Flax's own, and edits taken for granted: hypotheses are tried on top of them.
         self.baseline: Mapping[str, np.ndarray] = {}
         self.base: Edits = {}
+        # Differing places that no cause found so far explains, in words.
+        self.open: Sequence[str] = ()
         self.before = {place: self.ratio(place, trial.expected.get(place)) for place in {**trial.expected, **trial.actual}}
         self.differing = [
             place for place, ratio in self.before.items() if (ratio > 1 if differing is None else str(place) in differing)
@@ -104,12 +109,13 @@ class Suspect:
     def weights(self) -> list[Weight]:
         """The arrays of torch's module that no answering module below holds, each with Flax's in torch's layout."""
         answering = tuple(f"{name}." for name in self.trial.replies)
-        found: dict[str, list[Pair]] = {}
-        for one in self.subject.pairing.pairs:
-            path = one.source.array_path
-            if under(path, self.path) and not path.startswith(answering or "\0"):
-                found.setdefault(path, []).append(one)
-        return [Weight(path, pairs) for path, pairs in found.items()]
+        every = self.isolator.weights
+        return [w for path, w in every.items() if under(path, self.path) and not path.startswith(answering or "\0")]
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The same, beside those of the whole model."""
+        return Arrays(self.torch_layer.kinds, self.weights, self.isolator.weights)
 
     @cached_property
     def unpaired_weights(self) -> list[Leaf]:
@@ -147,6 +153,26 @@ class Suspect:
         if weights is not None or self.baseline:
             changes["weights"] = {**self.baseline, **(weights or {})}
         return torch_again(self.trial, self.subject, **changes)
+
+    def answer_of(self, child: str, value: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """What torch's module below returns for one array, and how much of it rounding explains, in units of its scale.
+
+        None if it does not take the array, or returns a tree.
+        """
+        runs = []
+        for watch in (None, self.subject.torch.Shaken(UNIT, self.subject.seed)):
+            try:
+                with self.subject.torch.pinned():
+                    run = self.subject.torch.alone(
+                        self.subject.torch_model, child, (value,), {}, dtype=self.isolator.dtype, watch=watch
+                    )
+            except Exception:
+                return None
+            runs.append(run.outputs.get(""))
+        first, other = runs
+        if not is_array(first) or first.dtype.kind != "f":
+            return None
+        return first, SEMANTICS_FACTOR * largest_gap(other, first) / (finite_scale(first) or 1.0)
 
     def edited(self, chosen: Iterable[Operation], edit: str, **settings: Any) -> "Edited":
         """The module with one edit at each of the chosen operations."""

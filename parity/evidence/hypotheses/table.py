@@ -7,6 +7,7 @@ from parity.errors import InputError
 from parity.evidence.hypotheses import (
     activations,
     attention,
+    connections,
     integers,
     layers,
     masks,
@@ -14,6 +15,7 @@ from parity.evidence.hypotheses import (
     norms,
     orders,
     parameters,
+    positions,
     reductions,
     rounding,
     sums,
@@ -31,7 +33,7 @@ class Hypothesis:
         name: in reports.
         variants: what torch's module would compute if the Flax module were wrong in that way; any number
             of ways to be so, none if it does not apply.
-        resort: tried only where nothing before it explains all that differs.
+        resort: tried only where no cause before it explains all that differs.
     """
 
     name: str
@@ -59,6 +61,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("setting that is passed on", masks.settings),
     Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
+    Hypothesis("arguments exchanged", connections.answers_exchanged),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", orders.heads),
     Hypothesis("flatten order", orders.flattened),
@@ -78,15 +81,20 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("weight norm", parameters.weight_norm),
     Hypothesis("scale", parameters.unused),
     Hypothesis("norm placement", tensors.norm_placement),
-    Hypothesis("order of layers", layers.order_of_calls),
     Hypothesis("another layer", layers.another_layer),
     Hypothesis("residual", tensors.residual),
     Hypothesis("guard", sums.unguarded),
     Hypothesis("factor", sums.scaling),
+    Hypothesis("factor", connections.term_factors),
     Hypothesis("another value", tensors.another_value),
+    Hypothesis("another value", connections.left_out),
     Hypothesis("part of a value", tensors.part_of_a_value),
+    Hypothesis("part of a value", orders.summaries),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
+    Hypothesis("rotary pairs", positions.halves_or_neighbours),
+    Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
+    Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("order of axes", tensors.axes, resort=True),
     Hypothesis("precision", rounding.precision, resort=True),
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -125,18 +125,39 @@ def norm_placement(suspect: Suspect) -> Iterator[Variant]:
 
 
 def exchanged(suspect: Suspect) -> Iterator[Variant]:
-    """Arguments of the module itself, of one shape, taken for each other."""
+    """Arguments of one shape taken for each other: the module's own, or what it gives others and returns."""
     arrays = {p: a for p, a in by_argument(suspect.trial.torch).items() if a.dtype.kind == "f" and p.startswith("args[")}
     paths = [p for p in arrays if p.count("[") == 1]
-    for order in itertools.permutations(paths) if 1 < len(paths) <= 4 else ():
-        moved = {p: o for p, o in zip(paths, order) if p != o}
-        if not moved or any(arrays[p].shape != arrays[o].shape for p, o in moved.items()):
-            continue
+    alike = [(p, o) for p, o in itertools.permutations(paths, 2) if arrays[p].shape == arrays[o].shape]
+    orders = [dict(zip(paths, order)) for order in itertools.permutations(paths)] if len(paths) <= 4 else []
+    moves = [{p: o for p, o in order.items() if p != o} for order in orders]
+    for moved in [*(m for m in moves if m and all(pair in alike for pair in m.items())), *({p: o} for p, o in alike)]:
         new = list(suspect.trial.torch.args)
         for path, other in moved.items():
             new[int(path[5:-1])] = arrays[other]
-        said = ", ".join(f"{p} is taken for {o}" for p, o in moved.items() if p < o or moved.get(o) != p)
+        said = ", ".join(told_taken(p, o, moved) for p, o in moved.items() if p < o or moved.get(o) != p)
         yield Variant(said, "use the arguments in torch's order", lambda args=tuple(new): suspect.again(args=args))
+    yield from exchanged_places(suspect)
+
+
+def told_taken(place: str, other: str, moved: Mapping[str, str]) -> str:
+    """`other` stands at `place`; of two that are exchanged the first is named first."""
+    return f"{place} is taken for {other}" if moved.get(other) == place else f"{other} is taken for {place}"
+
+
+def exchanged_places(suspect: Suspect) -> Iterator[Variant]:
+    """Two or three values that differ, each where torch has another of them."""
+    by_shape: dict[tuple[int, ...], list[Place]] = {}
+    for place in floats(suspect):
+        by_shape.setdefault(suspect.trial.expected[place].shape, []).append(place)
+    for alike in by_shape.values():
+        for count in (2, 3) if len(alike) <= FEW else (2,) if len(alike) <= MANY else ():
+            for chosen in itertools.combinations(alike, count):
+                for order in itertools.permutations(chosen):
+                    if all(a != b for a, b in zip(chosen, order)):
+                        said = ", ".join(f"what belongs at {b} stands at {a}" for a, b in zip(chosen, order))
+                        found = {a: suspect.trial.expected[b] for a, b in zip(chosen, order)}
+                        yield Variant(f"values are exchanged: {said}", "exchange them back", at_all(found), whole=True)
 
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
@@ -174,8 +195,8 @@ def known_term(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(what, f"add {name}", suspect.edited([op], edit))
 
 
-# Values at hand beyond which they are not tried in pairs.
-MANY = 16
+# Values beyond which they are not tried in pairs, and those beyond which not by threes.
+MANY, FEW = 16, 6
 
 
 def factor(suspect: Suspect) -> Iterator[Variant]:

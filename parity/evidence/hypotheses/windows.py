@@ -63,7 +63,7 @@ def moved_outputs(suspect: Suspect, op: Operation) -> Iterator[Variant]:
     kernel, mine = op.shapes[1][2:], op.shape[2:]
     wide = [d * (k - 1) for k, d in zip(kernel, dilation)]
     pads = tuple((t - p, t - p + s) for t, p, s in zip(wide, padding, op.args[7]))
-    told = f"set padding={pads} with transpose_kernel=True, or padding={padding[0]} in the words of torch's formula: k - 1 - p"
+    told = f"set padding={pads}: k - 1 - p at both ends, and torch's output_padding behind"
     for size in sizes_of(suspect, mine):
         # Within a stride of torch's beginning, or none cut off, or as SAME cuts.
         steps = [range(max(p - s - 1, -t), p + s + 2) for p, s, t in zip(padding, stride, wide)]
@@ -103,7 +103,9 @@ def padded_otherwise(suspect: Suspect, op: Operation) -> Iterator[Variant]:
         )
     for mode in ("reflect", "circular", "replicate") if any(padding) else ():
         yield Variant(
-            f"Flax pads by {mode}, torch by zeros", "pad with zeros", suspect.edited([op], "convolution", pads=torchs, mode=mode)
+            f"Flax pads by {mode}, torch by zeros",
+            "pad with zeros",
+            suspect.edited([op], "convolution", pads=torchs, mode=mode),
         )
 
 

@@ -41,9 +41,7 @@ class Listed(TorchDispatchMode):
         return result
 
 
-def described(
-    number: int, func: Any, args: Any, kwargs: Any, result: Any, given: Mapping[tuple[int, ...], int]
-) -> Operation:
+def described(number: int, func: Any, args: Any, kwargs: Any, result: Any, given: Mapping[tuple[int, ...], int]) -> Operation:
     """An operation without its tensors."""
 
     def plain(value: Any) -> Any:
@@ -154,6 +152,26 @@ def twice(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
     return run(*args, **kwargs) + args[operand]
 
 
+def shifted_output(run: Edit, args: Any, kwargs: Any, *, by: float) -> Any:
+    """The result plus a number."""
+    return run(*args, **kwargs) + by
+
+
+def summary(run: Edit, args: Any, kwargs: Any, *, dims: Sequence[int], to: str, position: int = 0) -> Any:
+    """Another summary of the first operand along some axes, in the shape of the operation's own."""
+    own = run(*args, **kwargs)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": lambda x: x.mean(tuple(dims)),
+        "sum": lambda x: x.sum(tuple(dims)),
+        "largest": lambda x: x.amax(tuple(dims)),
+        "smallest": lambda x: x.amin(tuple(dims)),
+        "position": lambda x: x.select(dims[0], position),
+    }
+    values = own[0] if isinstance(own, tuple) else own
+    new = ways[to](args[0]).reshape(values.shape)
+    return (new, *own[1:]) if isinstance(own, tuple) else new
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -176,6 +194,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "log sigmoid": F.logsigmoid,
     "squared relu": lambda x: F.relu(x) ** 2,
     "exp": torch.exp,
+    "sine": torch.sin,
+    "cosine": torch.cos,
     "identity": lambda x: x.clone(),
 }
 
@@ -195,9 +215,24 @@ def correction(run: Edit, args: Any, kwargs: Any, *, value: int) -> Any:
     return run(*args, **{**kwargs, "correction": value})
 
 
-def norm(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+def mean_square(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The mean of the squares in place of the variance, over the same axes."""
+    own = run(*args, **kwargs)
+    dims = tuple(args[1]) if len(args) > 1 and args[1] else tuple(range(args[0].ndim))
+    square = (args[0] * args[0]).mean(dims).reshape((own[0] if isinstance(own, tuple) else own).shape)
+    return (square, *own[1:]) if isinstance(own, tuple) else square
+
+
+def epsilon_outside(run: Edit, args: Any, kwargs: Any, *, by: float, inverse: bool) -> Any:
+    """A root, or its inverse, with a number added outside of it."""
+    root = args[0].sqrt() + by
+    return root.reciprocal() if inverse else root
+
+
+def norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float | None = None) -> Any:
     """A layer norm computed another way."""
     x, shape, weight, bias, eps = args[:5]
+    eps = eps if epsilon is None else epsilon
     dims = tuple(range(x.ndim - len(shape), x.ndim))
     mean, count = x.mean(dims, keepdim=True), math.prod(shape)
     variance = ((x - mean) ** 2).mean(dims, keepdim=True)
@@ -213,6 +248,57 @@ def norm(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
         y = y * weight
     y = y + bias if bias is not None and way != "without scale" else y
     return y, mean, variance
+
+
+def set_aside(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], at: int) -> Any:
+    """The scores as they are, the mask kept for later; True hides."""
+    old = args[at]
+    if func_name(run) == "where":
+        scores, other = args[1], args[2]
+        shown = scores.numel() >= other.numel()
+        aside["mask"] = ~old if shown else old
+        return torch.broadcast_to(scores if shown else other, torch.broadcast_shapes(*(a.shape for a in args))).clone()
+    aside["mask"] = old if old.dtype == torch.bool else old < 0
+    return args[0].clone()
+
+
+def hidden_behind(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], share: bool) -> Any:
+    """Softmax over everything, what the mask hides set to zero behind it; `share` brings the sum back to 1."""
+    weights = run(*args, **kwargs).masked_fill(aside["mask"], 0)
+    return weights / weights.sum(-1, keepdim=True) if share else weights
+
+
+def func_name(run: Edit) -> str:
+    return str(run.args[0].overloadpacket.__name__)  # type: ignore[attr-defined]
+
+
+def half(run: Edit, args: Any, kwargs: Any, *, neighbours: bool) -> Any:
+    """One half of the channels in place of every other one, or the other way round."""
+    x, start, width = args[0], (args[2] if len(args) > 2 else 0) or 0, args[0].shape[-1]
+    if neighbours:
+        return x[..., (1 if start else 0) : width : 2]
+    return x[..., width // 2 :] if start else x[..., : width // 2]
+
+
+def moved_slice(run: Edit, args: Any, kwargs: Any, *, start: int, end: int) -> Any:
+    """A slice that begins and ends elsewhere."""
+    return run(*args[:2], start, end, *args[4:], **kwargs)
+
+
+def halves(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Neighbouring channels where an operation splits into halves."""
+    return [args[0][..., ::2], args[0][..., 1::2]]
+
+
+def interleaved(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Two halves of channels laid in turn where they are laid behind each other."""
+    return torch.stack(list(args[0]), -1).flatten(-2)
+
+
+def behind_each_other(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Two halves of channels laid behind each other where they are laid in turn."""
+    own = run(*args, **kwargs)
+    return torch.cat(list(args[0]), -1).reshape(own.shape)
 
 
 def softmax(run: Edit, args: Any, kwargs: Any, *, hidden: str) -> Any:
@@ -359,11 +445,11 @@ def convolution(run: Edit, args: Any, kwargs: Any, **change: Any) -> Any:
         weight = weight.transpose(-1, -2)
     if change.get("channels"):
         weight = weight.transpose(0, 1)
-    x = interleaved(x, groups) if change.get("groups") in ("in", "both") else x
+    x = dealt_out(x, groups) if change.get("groups") in ("in", "both") else x
     if "starts" in change:
         return transposed_from(run, (x, weight, bias, stride, dilation, groups), change["starts"], change["size"])
     result = run(x, weight, bias, stride, padding, dilation, transposed, extra, groups, **kwargs)
-    return interleaved(result, groups, back=True) if change.get("groups") in ("out", "both") else result
+    return dealt_out(result, groups, back=True) if change.get("groups") in ("out", "both") else result
 
 
 def sides(pads: Sequence[tuple[int, int]]) -> list[int]:
@@ -371,7 +457,7 @@ def sides(pads: Sequence[tuple[int, int]]) -> list[int]:
     return [side for low, high in reversed(pads) for side in (low, high)]
 
 
-def interleaved(x: Tensor, groups: int, *, back: bool = False) -> Tensor:
+def dealt_out(x: Tensor, groups: int, *, back: bool = False) -> Tensor:
     """Channels (number in the group, group) as (group, number in it), or back."""
     parts = (groups, x.shape[1] // groups) if back else (x.shape[1] // groups, groups)
     return x.unflatten(1, parts).transpose(1, 2).flatten(1, 2)
@@ -496,6 +582,17 @@ EDITS: dict[str, Edit] = {
     "scaled input": scaled_input,
     "scaled output": scaled_output,
     "twice": twice,
+    "shifted output": shifted_output,
+    "summary": summary,
+    "mean square": mean_square,
+    "epsilon outside": epsilon_outside,
+    "set aside": set_aside,
+    "hidden behind": hidden_behind,
+    "half": half,
+    "moved slice": moved_slice,
+    "halves": halves,
+    "interleaved": interleaved,
+    "behind each other": behind_each_other,
     "activation": activation,
     "slope": slope,
     "correction": correction,
