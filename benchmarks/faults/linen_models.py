@@ -229,7 +229,7 @@ class Net(linen.Module):
         y = linen.Conv(8, (3, 3), padding=1, feature_group_count=8)(x)
         y = linen.Conv(8, (1, 1))(y)
         z = self.norm("bn2")(y)
-        x = y if on("", "norm left out, and the residual") else z if on("", "residual missing") else x + z
+        x = x + y if on("", "norm left out") else z if on("", "residual missing") else x + z
         pads = "SAME" if on("up", "SAME padding") else ((1, 2), (1, 2))
         x = linen.ConvTranspose(8, (3, 3), strides=(2, 2), padding=pads)(x)
         count = not on("pool", "padding not counted")

@@ -7,7 +7,7 @@ from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.orders import SUMMARIES as PLAIN_SUMMARIES
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
 
-SUMMARIES = ("mean", "sum", "maximum", "minimum", "median", "log of the sum of exponentials", "standard deviation", "variance")
+SUMMARIES = ("mean", "sum", "largest", "smallest", "median", "log of the sum of exponentials", "standard deviation", "variance")
 SUMMARIES += ("root of the mean square", "length", "square of the length", "sum of absolute values", "largest absolute value")
 SOFT = ("softmax", "log softmax", "sigmoid")
 
@@ -15,17 +15,17 @@ SOFT = ("softmax", "log softmax", "sigmoid")
 REDUCING: dict[str, tuple[str, int, int]] = {
     "mean": ("mean", 1, 2),
     "sum": ("sum", 1, 2),
-    "amax": ("maximum", 1, 2),
-    "amin": ("minimum", 1, 2),
-    "max": ("maximum", 1, 2),
-    "min": ("minimum", 1, 2),
+    "amax": ("largest", 1, 2),
+    "amin": ("smallest", 1, 2),
+    "max": ("largest", 1, 2),
+    "min": ("smallest", 1, 2),
     "logsumexp": ("log of the sum of exponentials", 1, 2),
     "linalg_vector_norm": ("length", 2, 3),
     "norm": ("length", 2, 3),
     "softmax": ("softmax", 1, -1),
     "log_softmax": ("log softmax", 1, -1),
 }
-IN_JAX = {"mean": "x.mean(axis)", "sum": "x.sum(axis)", "maximum": "x.max(axis)", "minimum": "x.min(axis)"}
+IN_JAX = {"mean": "x.mean(axis)", "sum": "x.sum(axis)", "largest": "x.max(axis)", "smallest": "x.min(axis)"}
 IN_JAX |= {"length": "jnp.linalg.norm(x, axis=axis)", "softmax": "jax.nn.softmax(x)", "log softmax": "jax.nn.log_softmax(x)"}
 
 

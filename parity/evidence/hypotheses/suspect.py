@@ -199,7 +199,10 @@ class Suspect:
 
     def ratio(self, place: Place, value: Any, unit: float = 0.0) -> float:
         """How far Flax's value is from another one, in units of what rounding explains."""
-        actual = self.trial.actual.get(place)
+        return self.distance(place, value, self.trial.actual.get(place), unit)
+
+    def distance(self, place: Place, value: Any, actual: Any, unit: float = 0.0) -> float:
+        """How far a value is from one of torch's, in units of what rounding explains."""
         if not is_array(actual) or not is_array(value):
             return 0.0 if type(actual) is type(value) and bool(actual == value) else float("inf")
         if actual.shape != value.shape:

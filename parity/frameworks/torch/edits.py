@@ -376,8 +376,8 @@ def filled(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
 REDUCTIONS: dict[str, Callable[[Tensor, Any, bool], Tensor]] = {
     "mean": lambda x, dim, keep: x.mean(dim, keepdim=keep),
     "sum": lambda x, dim, keep: x.sum(dim, keepdim=keep),
-    "maximum": lambda x, dim, keep: x.amax(dim, keepdim=keep),
-    "minimum": lambda x, dim, keep: x.amin(dim, keepdim=keep),
+    "largest": lambda x, dim, keep: x.amax(dim, keepdim=keep),
+    "smallest": lambda x, dim, keep: x.amin(dim, keepdim=keep),
     "median": lambda x, dim, keep: x.quantile(0.5, dim if isinstance(dim, int) else dim[0], keepdim=keep),
     "log of the sum of exponentials": lambda x, dim, keep: x.logsumexp(dim, keepdim=keep),
     "standard deviation": lambda x, dim, keep: x.std(dim, correction=0, keepdim=keep),
