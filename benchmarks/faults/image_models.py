@@ -328,16 +328,16 @@ class WeightNormed(nnx.Module):
     """The port of a pointwise convolution under weight norm, by hand: length and direction apart."""
 
     def __init__(self, plan: Plan, place: str):
-        self.g, self.v = nnx.Param(jnp.zeros((12, 1, 1, 1))), nnx.Param(jnp.zeros((12, 8, 1, 1)))
+        self.g, self.v = nnx.Param(jnp.zeros((1, 1, 1, 12))), nnx.Param(jnp.zeros((1, 1, 8, 12)))
         self.bias, self.ignored = nnx.Param(jnp.zeros(12)), plan(place, "weight norm ignored")
         self.long = plan(place, "length left out")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`(n, h, w, 8)` to `(n, h, w, 12)`."""
         v = self.v[...]
-        unit = v / jnp.sqrt((v * v).sum((1, 2, 3), keepdims=True))
+        unit = v / jnp.sqrt((v * v).sum((0, 1, 2), keepdims=True))
         kernel = v if self.ignored else unit if self.long else self.g[...] * unit
-        return x @ kernel[:, :, 0, 0].T + self.bias[...]
+        return x @ kernel[0, 0] + self.bias[...]
 
 
 class Decoder(nnx.Module):
@@ -353,16 +353,16 @@ class Decoder(nnx.Module):
         corners, smoothed = plan("smooth", "corners lined up"), plan("smooth", "smoothed before it shrinks")
         nearest_instead = plan("smooth", "nearest for bilinear")
         self.smooth = Function(lambda x: resized(x, (9, 13), corners, smoothed, nearest_instead))
-        self.leave = nnx.Conv(3, 4, (3, 3), padding="VALID", rngs=rngs)
+        border = "SAME" if plan("leave", "zeros for reflected border") else "REFLECT"
+        self.leave = nnx.Conv(3, 4, (3, 3), padding=border, rngs=rngs)
         self.gamma, self.dropout = nnx.Param(jnp.zeros((4, 1, 1))), nnx.Dropout(0.2, broadcast_dims=(1, 2), rngs=rngs)
-        self.border = "edge" if plan("", "edge for reflected border") else "reflect"
         self.unscaled = plan("", "scale of the layer left out")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """An image of four channels."""
         x = x.transpose(0, 2, 3, 1)
         x = self.smooth(self.shuffle(self.point(self.near(x + self.grouped(x)))))
-        y = self.leave(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode=self.border))
+        y = self.leave(x)
         y = y if self.unscaled else y * self.gamma[...][:, 0, 0]
         return self.dropout(y).transpose(0, 3, 1, 2)
 

@@ -228,7 +228,9 @@ class Suspect:
             actual, value = self.trial.actual.get(place), values.get(place)
             if not is_array(actual) or not is_array(value) or actual.shape != value.shape:
                 return np.zeros(0)
-            rows.append((in_parts(value) - in_parts(actual)).ravel())
+            # Of infinities on both sides nothing is left.
+            with np.errstate(invalid="ignore"):
+                rows.append((in_parts(value) - in_parts(actual)).ravel())
         row = np.concatenate(rows) if rows else np.zeros(0)
         return row if np.isfinite(row).all() else np.zeros(0)
 

@@ -273,7 +273,8 @@ def backwards(suspect: Suspect) -> Iterator[Variant]:
     """A module that runs over an axis of what it is given from the end, and returns what it makes so, or turned back."""
     given = suspect.trial.torch.args
     ndims = {a.ndim for a in given if is_array(a) and a.dtype.kind == "f"}
-    for axis, back in itertools.product(range(min(ndims) if ndims else 0), (False, True)):
+    # The last axis is the features', in which nothing runs.
+    for axis, back in itertools.product(range(min(ndims) - 1 if ndims else 0), (False, True)):
 
         def values(axis: int = axis, back: bool = back) -> Values:
             found = suspect.again(args=tuple(flipped(a, axis) for a in given))
