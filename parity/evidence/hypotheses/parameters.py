@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from parity.evidence.calls import fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.trial import is_array
@@ -196,6 +197,7 @@ def bias(suspect: Suspect) -> Iterator[Variant]:
 
 def unused(suspect: Suspect) -> Iterator[Variant]:
     """A scale forgotten, or read as an offset from one."""
+    yield from factors_left_out(suspect)
     for weight in suspect.weights:
         if weight.torch.ndim != 1 or "weight" not in weight.name:
             continue
@@ -209,6 +211,16 @@ def unused(suspect: Suspect) -> Iterator[Variant]:
             "multiply by the scale itself",
             with_weights(suspect, plus),
         )
+
+
+def factors_left_out(suspect: Suspect) -> Iterator[Variant]:
+    """A parameter by which torch multiplies, of any shape and name, that Flax leaves out."""
+    names = {fingerprint(w.torch.astype(suspect.isolator.dtype or w.torch.dtype)): w.path for w in suspect.weights}
+    for op in suspect.named("mul", "div"):
+        for path, edit in (((0,), "other operand"), ((1,), "left out")):
+            name = names.get(op.operands.get(path, -1))
+            if name and len(op.shapes) == 2 and op.shapes[1 - path[0]] == op.shape:
+                yield Variant(f"{name} is not used", f"multiply by the scale {name}", suspect.edited([op], edit))
 
 
 def statistics(suspect: Suspect) -> Iterator[Variant]:
