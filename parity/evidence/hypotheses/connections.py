@@ -110,8 +110,9 @@ class Sum:
 
 def term_factors(suspect: Suspect) -> Iterator[Variant]:
     """A value is the sum that torch takes, but one of its terms is multiplied by a number."""
-    known = known_values(suspect)[:MANY]
+    at_hand = known_values(suspect)[:MANY]
     for place, mine, theirs in numbers(suspect):
+        known = [(name, array) for name, array in at_hand if not array_equal(array, mine)]
         torch = sum_of(mine, known) if mine.shape == theirs.shape else None
         if torch is None or len(torch.names) < 2:
             continue
@@ -133,7 +134,7 @@ def connected(suspect: Suspect) -> Iterator[Variant]:
         flax = sum_of(theirs, known)
         if flax is None:
             continue
-        torch = sum_of(mine, known)
+        torch = sum_of(mine, [(name, array) for name, array in known if not name.startswith(f"what {place.child} is given")])
         found[place] = flax.value
         sums.append(flax)
         sentences.append(f"{place} is {flax}")
@@ -185,7 +186,7 @@ def answers(suspect: Suspect) -> Iterator[tuple[str, np.ndarray, float]]:
 
 def sum_of(value: np.ndarray, known: Known) -> Sum | None:
     """The sum of the fewest values that is this one; None if there is none, or too few numbers to tell."""
-    alike = [(name, array) for name, array in known if array.shape == value.shape and np.isfinite(array).all() and array.any()]
+    alike = [(name, np.broadcast_to(array, value.shape)) for name, array in known if spreads(array, value.shape)]
     if value.size < 4 * TERMS or not alike or not np.isfinite(value).all() or not value.any():
         return None
     rows = np.stack([array.ravel() / np.linalg.norm(array) for _, array in alike])
@@ -201,6 +202,12 @@ def sum_of(value: np.ndarray, known: Known) -> Sum | None:
     return None
 
 
+def spreads(array: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether a value can be a term of a sum of that shape: one for every position, perhaps, the same in the whole batch."""
+    fits = array.size > 1 and len(shape) >= array.ndim and all(a in (1, b) for a, b in zip(array.shape[::-1], shape[::-1]))
+    return fits and bool(np.isfinite(array).all() and array.any())
+
+
 def left_by(gram: np.ndarray, onto: np.ndarray, chosen: tuple[int, ...]) -> float:
     """What is left of a value of length 1 beside its best sum of the chosen ones; infinite if those depend on each other."""
     inner, right = gram[np.ix_(chosen, chosen)], onto[list(chosen)]
@@ -211,7 +218,7 @@ def left_by(gram: np.ndarray, onto: np.ndarray, chosen: tuple[int, ...]) -> floa
 
 def fitted(value: np.ndarray, terms: Known) -> Sum:
     """The best sum of some values, with whole factors where they are as good as whole."""
-    columns = np.stack([array.ravel() for _, array in terms], axis=1)
+    columns = np.stack([np.broadcast_to(array, value.shape).ravel() for _, array in terms], axis=1)
     solved = np.linalg.lstsq(columns, value.ravel(), rcond=None)[0]
     factors = tuple(float(round(f)) if abs(f - round(f)) < NEAR else float(f) for f in solved)
     total = np.zeros(value.shape)
