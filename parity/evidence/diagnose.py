@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parity.errors import first_line
+from parity.errors import InputError, first_line
 from parity.evidence.faults import Cause, Diagnosis
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
@@ -84,6 +84,11 @@ def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
         tried += search.tried
         causes += found
         notes += search.notes
+        if search.late:
+            place = fault.path or "the model"
+            notes.append(
+                f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
+            )
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
@@ -131,11 +136,6 @@ class Search:
                     causes += self.attempt(hypothesis)
         if self.left(causes):
             causes += self.in_pairs()
-        if self.late:
-            place, count = self.suspect.path or "the model", self.tried
-            self.notes.append(
-                f"{place}: the time for trying causes, {self.seconds:.3g} s, ran out after {count}; give more by seconds="
-            )
         return self.ranked(causes)
 
     def spent(self) -> float:
