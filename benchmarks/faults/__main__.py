@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: bool) -> list[Row]:
     """Measure the pairs one by one; what is measured is written after each pair."""
-    before = {key(row): row for row in read(out)} if out and resume else {}
+    before = {key(row): row for row in read(out, missing_is_empty=True)} if out and resume else {}
     known = {name: row for name, row in before.items() if row["code"] == code_version()}
     rows: list[Row] = []
     for model in MODELS:

@@ -43,6 +43,7 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("scale missing", ("softmax scale",)),
     ("scale squared", ("softmax scale",)),
     ("scores divided", ("factor", "scale")),
+    ("embedding not scaled", ("factor", "scale")),
     ("embedding scaled", ("factor", "scale")),
     ("scale left at one", ("weights",)),
     ("softmax over queries", ("axis",)),

@@ -19,9 +19,12 @@ def key(row: Row) -> tuple[Any, ...]:
     return row["model"], row["place"], row["kind"], row["seed"]
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file; none if it is not there."""
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+def read(path: Path, *, missing_is_empty: bool = False) -> list[Row]:
+    """The rows of a file."""
+    if missing_is_empty and not path.exists():
+        return []
+    rows: list[Row] = json.loads(path.read_text())["rows"]
+    return rows
 
 
 def merged(parts: Iterable[Sequence[Row]]) -> list[Row]:

@@ -34,8 +34,8 @@ def with_unseen(isolator: Isolator, isolation: Isolation) -> tuple[Isolation, li
         partner = weights[0].pairs[0].target.owner
         one = modules[known[0]] if known else Isolated(owner, 0, partner, "plan", "differs")
         wrong = replace(one, status="differs", ratio=np.inf, differences=tuple(map(difference, weights)), between=False)
-        modules[known[0] : known[0] + 1] = [wrong] if known else []
-        modules += [] if known else [wrong]
+        where = slice(known[0], known[0] + 1) if known else slice(len(modules), None)
+        modules[where] = [wrong]
     return replace(isolation, modules=tuple(modules)), causes
 
 

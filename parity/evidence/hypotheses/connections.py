@@ -26,7 +26,9 @@ def answers_exchanged(suspect: Suspect) -> Iterator[Variant]:
     """What two modules below return, taken for each other: gate and value, query and key."""
     calls = answering(suspect)
     for one, other in itertools.combinations(calls, 2) if len(calls) <= MANY else ():
-        if one.output.shape == other.output.shape and not np.array_equal(one.output, other.output):
+        # Of two of which one gets what the other returns the one is left out: that is told by itself.
+        follows = any(array_equal(given(b), a.output) for a, b in ((one, other), (other, one)))
+        if one.output.shape == other.output.shape and not np.array_equal(one.output, other.output) and not follows:
             what = f"what {told(one)} returns and what {told(other)} returns are taken for each other"
             yield Variant(what, "exchange them back", replied(suspect, {one.key: other.output, other.key: one.output}))
 
@@ -54,6 +56,10 @@ def given(one: ModuleCall) -> np.ndarray | None:
     """The only array that a module is given."""
     arrays = [arg for arg in one.args if is_array(arg) and arg.dtype.kind == "f"]
     return arrays[0] if len(arrays) == 1 else None
+
+
+def array_equal(a: np.ndarray | None, b: np.ndarray) -> bool:
+    return a is not None and a.shape == b.shape and np.array_equal(a, b)
 
 
 def told(one: ModuleCall) -> str:
@@ -103,48 +109,62 @@ class Sum:
 
 
 def term_factors(suspect: Suspect) -> Iterator[Variant]:
-    """A value is the sum that torch takes, but one of its terms is multiplied by a number."""
-    known = known_values(suspect)[:MANY]
+    """A value is the sum that torch takes, but one of its terms is multiplied by a number, for all who take it."""
+    at_hand = known_values(suspect)[:MANY]
+    calls = {f"what {told(one)} returns": one for one in answering(suspect)}
     for place, mine, theirs in numbers(suspect):
+        known = [(name, array) for name, array in at_hand if not array_equal(array, mine)]
         torch = sum_of(mine, known) if mine.shape == theirs.shape else None
         if torch is None or len(torch.names) < 2:
             continue
         flax = fitted(theirs, [(name, array) for name, array in known if name in torch.names])
-        other = [(n, f, g) for n, f, g in zip(flax.names, flax.factors, torch.factors, strict=True) if f != g]
+        other = [(n, f / g) for n, f, g in zip(flax.names, flax.factors, torch.factors, strict=True) if f != g]
         if len(other) == 1 and other[0][1]:
-            name, factor, right = other[0]
-            word = named_factor(factor / right, mine.shape)
-            yield Variant(f"{place}: {name} is multiplied by {word}", "add it as torch does", at(place, flax.value))
+            name, factor = other[0]
+            said = f"{name} is multiplied by {named_factor(factor, mine.shape)}"
+            if name in calls:
+                changed = {calls[name].key: factor * calls[name].output}
+                yield Variant(said, "take it as torch does", replied(suspect, changed))
+            yield Variant(f"in {place} {said}", "add it as torch does", at(place, flax.value))
 
 
 def connected(suspect: Suspect) -> Iterator[Variant]:
     """Modules run in another order, or take another sum of what is at hand: everything that differs together."""
     answered = list(answers(suspect))
     known = [*known_values(suspect)[:MANY], *((name, array) for name, array, _ in answered)]
-    found: dict[Place, np.ndarray] = {}
-    sentences, changes, sums = [], [], []
+    found: dict[Place, Sum] = {}
+    sentences, changes, norms = [], [], False
     for place, mine, theirs in numbers(suspect):
         flax = sum_of(theirs, known)
         if flax is None:
             continue
-        torch = sum_of(mine, known)
-        found[place] = flax.value
-        sums.append(flax)
+        torch = sum_of(mine, [(name, array) for name, array in known if not name.startswith(f"what {place.child} is given")])
+        found[place] = flax
         sentences.append(f"{place} is {flax}")
         changes.append(f"{place} must be {torch}" if torch else f"see what torch does for {place}")
+        norms |= torch is not None and normed(suspect, flax) != normed(suspect, torch)
     # One value that is another is told by itself, unless nothing else tells it.
     if not found or (not suspect.open and len({place.child for place in found if place.child}) < 2):
         return
-    name = "another value" if len(found) == 1 and len(sums[0].names) == 1 else ""
-    if len(found) > 1 and any(is_norm(suspect, place.child) for place in found):
-        name = "norm placement"
-    used = {name for one in sums for name in one.names}
-    unit = max((rounding for name, _, rounding in answered if name in used), default=0.0)
-    yield Variant(f"modules are connected otherwise: {'; '.join(sentences)}", "; ".join(changes), at_all(found), unit, name)
+    single = len(found) == 1 and all(len(one.names) == 1 for one in found.values())
+    name = "norm placement" if norms and len(found) > 1 else "another value" if single else ""
+    used = {term for one in found.values() for term in one.names}
+    unit = max((rounding for term, _, rounding in answered if term in used), default=0.0)
+    values = at_all({place: one.value for place, one in found.items()})
+    yield Variant(f"modules are connected otherwise: {'; '.join(sentences)}", "; ".join(changes), values, unit, name)
 
 
-def is_norm(suspect: Suspect, path: str | None) -> bool:
-    return path is not None and "norm" in suspect.isolator.torch_layers[path].kinds[0].lower()
+def normed(suspect: Suspect, one: Sum) -> set[str]:
+    """The terms of a sum that come from a norm."""
+    return {
+        name
+        for name in one.names
+        if any(is_norm(suspect, c.path) and name == f"what {told(c)} returns" for c in answering(suspect))
+    }
+
+
+def is_norm(suspect: Suspect, path: str) -> bool:
+    return "norm" in suspect.isolator.torch_layers[path].kinds[0].lower()
 
 
 def numbers(suspect: Suspect) -> Iterator[tuple[Place, np.ndarray, np.ndarray]]:
@@ -179,7 +199,7 @@ def answers(suspect: Suspect) -> Iterator[tuple[str, np.ndarray, float]]:
 
 def sum_of(value: np.ndarray, known: Known) -> Sum | None:
     """The sum of the fewest values that is this one; None if there is none, or too few numbers to tell."""
-    alike = [(name, array) for name, array in known if array.shape == value.shape and np.isfinite(array).all() and array.any()]
+    alike = [(name, np.broadcast_to(array, value.shape)) for name, array in known if spreads(array, value.shape)]
     if value.size < 4 * TERMS or not alike or not np.isfinite(value).all() or not value.any():
         return None
     rows = np.stack([array.ravel() / np.linalg.norm(array) for _, array in alike])
@@ -195,6 +215,12 @@ def sum_of(value: np.ndarray, known: Known) -> Sum | None:
     return None
 
 
+def spreads(array: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether a value can be a term of a sum of that shape: one for every position, perhaps, the same in the whole batch."""
+    fits = array.size > 1 and len(shape) >= array.ndim and all(a in (1, b) for a, b in zip(array.shape[::-1], shape[::-1]))
+    return fits and bool(np.isfinite(array).all() and array.any())
+
+
 def left_by(gram: np.ndarray, onto: np.ndarray, chosen: tuple[int, ...]) -> float:
     """What is left of a value of length 1 beside its best sum of the chosen ones; infinite if those depend on each other."""
     inner, right = gram[np.ix_(chosen, chosen)], onto[list(chosen)]
@@ -205,7 +231,7 @@ def left_by(gram: np.ndarray, onto: np.ndarray, chosen: tuple[int, ...]) -> floa
 
 def fitted(value: np.ndarray, terms: Known) -> Sum:
     """The best sum of some values, with whole factors where they are as good as whole."""
-    columns = np.stack([array.ravel() for _, array in terms], axis=1)
+    columns = np.stack([np.broadcast_to(array, value.shape).ravel() for _, array in terms], axis=1)
     solved = np.linalg.lstsq(columns, value.ravel(), rcond=None)[0]
     factors = tuple(float(round(f)) if abs(f - round(f)) < NEAR else float(f) for f in solved)
     total = np.zeros(value.shape)

@@ -68,6 +68,7 @@ def size_of_rounding(suspect: Suspect) -> Iterator[Variant]:
     """A difference that is as large as rounding in a narrower dtype makes it, wherever that happens."""
     expected, actual = suspect.trial.expected, suspect.trial.actual
     places = [p for p in suspect.differing if is_array(expected.get(p)) and is_array(actual.get(p))]
+    places = [p for p in places if expected[p].shape == actual[p].shape]
     if len(places) < len(suspect.differing):
         return
     sizes = [largest_gap(expected[p], actual[p]) / (finite_scale(expected[p]) or 1.0) for p in places]

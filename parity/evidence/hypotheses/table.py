@@ -35,11 +35,13 @@ class Hypothesis:
         variants: what torch's module would compute if the Flax module were wrong in that way; any number
             of ways to be so, none if it does not apply.
         resort: tried only where no cause before it explains all that differs.
+        cheap: whether it runs nothing, so that it is tried before those that run torch's module.
     """
 
     name: str
     variants: Callable[[Suspect], Iterable[Variant]]
     resort: bool = False
+    cheap: bool = False
 
 
 # Arrays that differ are a cause by themselves: all else is tried with Flax's own arrays in torch's module.
@@ -56,10 +58,10 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("activation", activations.activation),
     Hypothesis("softmax scale", attention.softmax_scale),
     Hypothesis("mask", attention.masking),
-    Hypothesis("mask that is passed on", masks.given_masks),
-    Hypothesis("ids", masks.ids),
+    Hypothesis("mask that is passed on", masks.given_masks, cheap=True),
+    Hypothesis("ids", masks.ids, cheap=True),
     Hypothesis("whole numbers", integers.wrapped),
-    Hypothesis("setting that is passed on", masks.settings),
+    Hypothesis("setting that is passed on", masks.settings, cheap=True),
     Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
     Hypothesis("arguments exchanged", connections.answers_exchanged),
@@ -83,15 +85,17 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("first state", reductions.first_state),
     Hypothesis("weight norm", parameters.weight_norm),
     Hypothesis("scale", parameters.unused),
-    Hypothesis("norm placement", tensors.norm_placement),
+    Hypothesis("norm placement", tensors.norm_placement, cheap=True),
     Hypothesis("another layer", layers.another_layer),
-    Hypothesis("residual", tensors.residual),
+    Hypothesis("residual", tensors.residual, cheap=True),
+    Hypothesis("residual", tensors.known_term),
     Hypothesis("guard", sums.unguarded),
     Hypothesis("factor", sums.scaling),
-    Hypothesis("factor", connections.term_factors),
-    Hypothesis("another value", tensors.another_value),
+    Hypothesis("factor", connections.term_factors, cheap=True),
+    Hypothesis("another value", tensors.another_value, cheap=True),
+    Hypothesis("another value", tensors.another_operand),
     Hypothesis("another value", connections.left_out),
-    Hypothesis("part of a value", tensors.part_of_a_value),
+    Hypothesis("part of a value", tensors.part_of_a_value, cheap=True),
     Hypothesis("part of a value", orders.summaries),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
     Hypothesis("rotary pairs", positions.halves_or_neighbours),

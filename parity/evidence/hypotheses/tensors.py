@@ -43,7 +43,6 @@ def another_value(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(f"{listed(places)} is {name}{here}", change, at_all(dict.fromkeys(places, array)))
                 for place in places if len(places) > 1 else ():
                     yield Variant(f"{place} is {name}{here}", change, at(place, array))
-    yield from another_operand(suspect)
 
 
 def another_operand(suspect: Suspect) -> Iterator[Variant]:
@@ -162,7 +161,6 @@ def exchanged_places(suspect: Suspect) -> Iterator[Variant]:
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
     """A value that torch adds is not added, is added twice, or another is added in its place."""
-    yield from known_term(suspect)
     known = known_values(suspect)
     expected = {place: suspect.trial.expected[place] for place in floats(suspect)}
     for name, array in known:
