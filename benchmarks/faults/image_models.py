@@ -71,7 +71,7 @@ class TorchResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the classes."""
-        x = self.relu(self.pool(self.bn(self.stem(x))))
+        x = self.pool(self.bn(self.relu(self.stem(x))))
         return self.head(torch.flatten(self.average(self.block(x)), 1))
 
 
@@ -117,7 +117,7 @@ class ResNet(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Scores of the classes."""
-        x = self.relu(self.pool(self.bn(self.stem(x.transpose(0, 2, 3, 1)))))
+        x = self.pool(self.bn(self.relu(self.stem(x.transpose(0, 2, 3, 1)))))
         x = self.average(self.block(x))
         x = x if self.as_it_lies else x.transpose(0, 3, 1, 2)
         return self.head(x.reshape(x.shape[0], -1))

@@ -1,7 +1,6 @@
-"""Faults of ports of image models, recurrent nets and whole models, NNX and Linen, and the names that neighbours must not get."""
+"""Faults of ports of image models, recurrent nets and whole models, NNX and Linen, and the names that they must not get."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -339,9 +338,7 @@ class FlaxPair(nnx.Module):
 
 
 def whole(fault: str, cause: str, says: str) -> Planted:
-    return Planted(
-        fault, lambda: held(TorchPair(), FlaxPair(fault, nnx.Rngs(0)), "whole"), (normal(2, 4, 6, 8),), cause, says
-    )
+    return Planted(fault, lambda: held(TorchPair(), FlaxPair(fault, nnx.Rngs(0)), "whole"), (normal(2, 4, 6, 8),), cause, says)
 
 
 WHOLE = [
@@ -399,24 +396,90 @@ PORTS = [*CONVOLUTIONS, *WINDOWS, *FUNCTIONS, *RECURRENT, *WHOLE, *LINEN]
 
 # ---------------------------------------------------------------- neighbours
 
+# The names that a fault must not get beside its own, by the name of the pair.
+NEVER = {
+    "transposed, padded as SAME": ("padding", "order of axes"),
+    "dilation": ("padding", "pooling"),
+    "groups": ("order of pieces", "kernel layout"),
+    "padding before": ("convolution", "axes of arguments"),
+    "zeros around a maximum": ("padding", "guard"),
+    "mean for maximum": ("resizing", "reduction"),
+    "nearest for bilinear": ("pooling",),
+    "number of groups": ("variance", "epsilon"),
+    "halves of a gate": ("activation", "axes of arguments"),
+    "gate of another kind": ("order of pieces",),
+    "put together the other way": ("arguments exchanged", "padding"),
+    "length": ("axis", "guard"),
+    "another operand": ("arguments exchanged", "residual"),
+    "residual in a sum": ("guard", "another layer"),
+    "backwards": ("order of axes", "reduction"),
+    "gru outside": ("first state", "bias", "activation"),
+    "gru before": ("first state", "bias"),
+    "gru turned": ("activation",),
+    "gru no tanh": ("gates",),
+    "gru ones": ("gates", "bias"),
+    "both ways forwards": ("gates",),
+    "columns": ("order of heads",),
+    "moved": ("factor", "another layer"),
+    "scaled": ("terms",),
+    "other norm": ("fused projection", "norm placement"),
+    "per head": ("another layer", "order of pieces"),
+    "linen bfloat16 layer": ("kernel layout", "bias"),
+    "linen dilation": ("precision", "pooling"),
+    "linen number of groups": ("variance", "precision"),
+    "linen mean for maximum": ("resizing",),
+}
 
-@dataclass(frozen=True)
-class Neighbour:
-    """A fault beside one of those above, and the name that it must not get."""
+# Faults beside those above in the same layers, and the name that they must not get.
+STRANGERS = [
+    (
+        layers(
+            "epsilon of groups",
+            lambda: nn.GroupNorm(2, 4),
+            lambda rngs: nnx.GroupNorm(4, 2, epsilon=1e-2, use_fast_variance=False, rngs=rngs),
+            (IMAGE,),
+            "epsilon",
+        ),
+        "number of groups",
+    ),
+    (
+        functions(
+            "another logarithm",
+            lambda x: x.relu().clamp(min=0.1).log(),
+            lambda x: jnp.log2(jnp.clip(jax.nn.relu(x), 0.1)),
+            (X,),
+            "factor",
+        ),
+        "guard",
+    ),
+    (
+        functions(
+            "pooled twice as far",
+            lambda x: F.max_pool2d(x, 3, 1, 1),
+            flat_image(lambda x: windows(x, -jnp.inf, 2, 0)),
+            (IMAGE,),
+            "pooling",
+        ),
+        "padding",
+    ),
+    (
+        functions(
+            "length over another axis",
+            lambda x: F.normalize(x, dim=-1),
+            lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True),
+            (X,),
+            "axis",
+        ),
+        "reduction",
+    ),
+    (
+        in_linen("epsilon of groups", lambda: nn.GroupNorm(2, 4),
+                 lambda: linen.GroupNorm(2, epsilon=1e-2, use_fast_variance=False), (IMAGE,), "epsilon", ""),
+        "number of groups",
+    ),
+]  # fmt: skip
 
-    planted: Planted
-    never: str
-
-
-NEIGHBOURS = [
-    Neighbour(planted, never)
-    for planted, never in (
-        (convolution("kernel turned round", {"padding": 1, "size": 3}, {"padding": 1}), "padding"),
-        (CONVOLUTIONS[6], "convolution"),
-        (CONVOLUTIONS[5], "order of pieces"),
-        (WINDOWS[2], "resizing"),
-        (WINDOWS[5], "pooling"),
-        (FUNCTIONS[0], "activation"),
-        (FUNCTIONS[1], "order of pieces"),
-    )
-]
+# What is tried in every run; the rest stands in the slow one.
+QUICK = ("transposed, padded as SAME", "circular padding", "groups", "zeros around a maximum", "cubic", "halves of a gate")
+QUICK += ("whole numbers", "weak mask", "gru before", "both ways not turned back", "other norm", "per head", "moved")
+QUICK += ("linen bfloat16 layer", "linen dilation")
