@@ -139,7 +139,7 @@ def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
         for share in (False, True) if before else ():
             aside: dict[str, Any] = {}
             mask = before[-1]
-            edits = {
+            edits: Edits = {
                 mask.number: ("set aside", {"aside": aside, "at": places[mask.name.rstrip("_")]}),
                 softmax.number: ("hidden behind", {"aside": aside, "share": share}),
             }

@@ -76,7 +76,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("norm placement", tensors.norm_placement, cheap=True),
     Hypothesis("residual", tensors.residual, cheap=True),
     Hypothesis("factor", sums.scaling),
-    Hypothesis("factor", connections.term_factors, cheap=True),
+    Hypothesis("factor", connections.term_factors),
     Hypothesis("another value", tensors.another_value, cheap=True),
     Hypothesis("another value", connections.left_out),
     Hypothesis("part of a value", tensors.part_of_a_value, cheap=True),
