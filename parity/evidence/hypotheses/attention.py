@@ -82,15 +82,45 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
                     "add the mask to the scores, as torch does with masks that are no booleans",
                     suspect.edited([op], "number as mask", shows=shows),
                 )
-    for op in suspect.named("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul"):
-        if op.dtypes[:2] == ("bool", "bool"):
-            for way in ("or", "and", "xor"):
-                if way not in op.name:
+    yield from joined(suspect)
+
+
+JOINS = ("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul")
+
+
+def joined(suspect: Suspect) -> Iterator[Variant]:
+    """Two masks that are joined otherwise, or one of which is left out or is another, such as a causal one beside padding."""
+    for op in suspect.named(*JOINS):
+        if op.dtypes[:2] != ("bool", "bool"):
+            continue
+        for way in ("or", "and", "xor"):
+            if way not in op.name:
+                edit = suspect.edited([op], "logic", way=way)
+                yield Variant(f"Flax joins two masks by {way}", f"join them as torch does: {op.name}", edit)
+        for at, word in ((0, "first"), (1, "second")):
+            shape, which = op.shapes[at], f", the {word} of two that are joined"
+            left = suspect.edited([op], "other operand" if at == 0 else "left out")
+            yield Variant(f"a mask is not used{which}", "join all masks that torch joins", left)
+            for way, what, change in ways_of(shape):
+                yield Variant(f"{what}{which}", change, suspect.edited([op], "mask", way=way, at=at))
+            for way in ("causal", "causal shown") if len(shape) > 1 and shape[-2] > 1 else ():
+                for steps in diagonals(shape):
                     yield Variant(
-                        f"Flax joins two masks by {way}",
-                        f"join them as torch does: {op.name}",
-                        suspect.edited([op], "logic", way=way),
+                        f"the causal mask is {told_diagonal(steps, shape)}{which}",
+                        "line the diagonal up as torch does: jnp.tril(..., k=...)",
+                        suspect.edited([op], "mask", way=way, at=at, steps=steps),
                     )
+
+
+def diagonals(shape: tuple[int, ...]) -> list[int]:
+    """By how much the diagonal of a causal mask may be moved: for as many queries as keys, and for fewer."""
+    rest = shape[-1] - shape[-2]
+    return sorted({0, rest, 1, -1, rest - 1, rest + 1})
+
+
+def told_diagonal(steps: int, shape: tuple[int, ...]) -> str:
+    at_the = {0: "lined up at the top left", shape[-1] - shape[-2]: "lined up at the bottom right"}
+    return at_the.get(steps, f"moved by {steps}")
 
 
 def then_nan(suspect: Suspect, variant: Variant) -> Iterator[Variant]:
@@ -110,7 +140,7 @@ def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
         for share in (False, True) if before else ():
             aside: dict[str, Any] = {}
             mask = before[-1]
-            edits = {
+            edits: Edits = {
                 mask.number: ("set aside", {"aside": aside, "at": places[mask.name.rstrip("_")]}),
                 softmax.number: ("hidden behind", {"aside": aside, "share": share}),
             }
@@ -122,11 +152,8 @@ def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
             )
 
 
-def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
-    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
-    if place is None:
-        return
-    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
+def ways_of(shape: tuple[int, ...]) -> list[tuple[str, str, str]]:
+    """What may be done to a mask of that shape: the edit, in words, and what to do."""
     ways = [
         (
             "inverted",
@@ -143,7 +170,15 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
         ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
         if shape[-1] == shape[-2]:
             ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
-    for way, what, change in ways:
+    return ways
+
+
+def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
+    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
+    if place is None:
+        return
+    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
+    for way, what, change in ways_of(shape):
         yield Variant(f"{what}{where}", change, suspect.edited(chosen, "mask", way=way, at=place))
     if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[0] > 1:
         yield Variant(
@@ -152,13 +187,9 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
             suspect.edited(chosen, "mask", way="broadcast over queries", at=place),
         )
     if len(shape) > 1 and shape[-2] > 1:
-        rows, columns = shape[-2:]
-        for steps in sorted({0, columns - rows, 1, -1, columns - rows - 1, columns - rows + 1}):
-            named = {0: "lined up at the top left", columns - rows: "lined up at the bottom right"}.get(
-                steps, f"moved by {steps}"
-            )
+        for steps in diagonals(shape):
             yield Variant(
-                f"the causal mask is {named}{where}",
+                f"the causal mask is {told_diagonal(steps, shape)}{where}",
                 "line the diagonal up as torch does: jnp.tril(..., k=...)",
                 suspect.edited(chosen, "mask", way="causal", at=place, steps=steps),
             )

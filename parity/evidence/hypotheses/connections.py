@@ -1,6 +1,7 @@
 """Modules that are connected otherwise: run in another order, left out, their answers exchanged, their sums others."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,15 +36,18 @@ def answers_exchanged(suspect: Suspect) -> Iterator[Variant]:
 
 def left_out(suspect: Suspect) -> Iterator[Variant]:
     """A module below that is not applied: what it is given stands for what it returns; one call, or every."""
-    calls = [one for one in answering(suspect) if given(one) is not None and given(one).shape == one.output.shape]
     paths: dict[str, list[ModuleCall]] = {}
-    for one in calls:
-        paths.setdefault(one.path, []).append(one)
+    through: dict[tuple[str, int], np.ndarray] = {}
+    for one in answering(suspect):
+        array = given(one)
+        if array is not None and array.shape == one.output.shape:
+            paths.setdefault(one.path, []).append(one)
+            through[one.key] = array
     for path, those in paths.items():
         for chosen in [those, *([one] for one in those if len(those) > 1)]:
             which = f", call {chosen[0].call + 1}" if len(chosen) < len(those) else ""
             what = f"{path}{which} is left out: what it is given stands for what it returns"
-            yield Variant(what, f"apply {path}", replied(suspect, {one.key: given(one) for one in chosen}))
+            yield Variant(what, f"apply {path}", replied(suspect, {one.key: through[one.key] for one in chosen}))
 
 
 def answering(suspect: Suspect) -> list[ModuleCall]:
@@ -125,7 +129,8 @@ def term_factors(suspect: Suspect) -> Iterator[Variant]:
             if name in calls:
                 changed = {calls[name].key: factor * calls[name].output}
                 yield Variant(said, "take it as torch does", replied(suspect, changed))
-            yield Variant(f"in {place} {said}", "add it as torch does", at(place, flax.value))
+            else:
+                yield Variant(f"in {place} {said}", "add it as torch does", at(place, flax.value))
 
 
 def connected(suspect: Suspect) -> Iterator[Variant]:
@@ -226,14 +231,14 @@ def left_by(gram: np.ndarray, onto: np.ndarray, chosen: tuple[int, ...]) -> floa
     inner, right = gram[np.ix_(chosen, chosen)], onto[list(chosen)]
     if np.linalg.det(inner) < NEAR:
         return float("inf")
-    return float(np.sqrt(max(1 - right @ np.linalg.solve(inner, right), 0.0)))
+    return math.sqrt(max(float(1 - right @ np.linalg.solve(inner, right)), 0.0))
 
 
 def fitted(value: np.ndarray, terms: Known) -> Sum:
     """The best sum of some values, with whole factors where they are as good as whole."""
     columns = np.stack([np.broadcast_to(array, value.shape).ravel() for _, array in terms], axis=1)
-    solved = np.linalg.lstsq(columns, value.ravel(), rcond=None)[0]
-    factors = tuple(float(round(f)) if abs(f - round(f)) < NEAR else float(f) for f in solved)
+    solved: list[float] = np.linalg.lstsq(columns, value.ravel(), rcond=None)[0].tolist()
+    factors = tuple(float(round(f)) if abs(f - round(f)) < NEAR else f for f in solved)
     total = np.zeros(value.shape)
     for factor, (_, array) in zip(factors, terms, strict=True):
         total = total + factor * array

@@ -116,7 +116,7 @@ def means(suspect: Suspect) -> Iterator[Variant]:
     centred = [op for op in suspect.named("sub") if len(op.shapes) == 2 and op.shapes[0] != op.shapes[1]]
     centred = [op for op in centred if op.shapes[0] == op.shape and op.shapes[1] == (*op.shape[:-1], 1)]
     spread = suspect.named("var", "var_mean")
-    left_out = {op.number: ("left out", {}) for op in centred}
+    left_out: Edits = {op.number: ("left out", {}) for op in centred}
     squares: Edits = {op.number: ("mean square", {}) for op in spread}
     for edits in ({**left_out, **squares}, left_out) if spread and centred else (left_out,) if centred else ():
         what = "the mean is not subtracted" + (": an RMS norm" if squares and edits is not left_out else "")

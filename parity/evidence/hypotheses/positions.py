@@ -23,8 +23,8 @@ def positions(suspect: Suspect) -> Iterator[Variant]:
     yield Variant(
         "positions turn the other way round: the sine has the other sign", "x1 * cos - x2 * sin", Edited(suspect, turned)
     )
-    exchanged: Edits = {op.number: ("activation", {"to": "cosine"}) for op in sines}
-    exchanged |= {op.number: ("activation", {"to": "sine"}) for op in cosines}
+    others = [(op, "cosine") for op in sines] + [(op, "sine") for op in cosines]
+    exchanged: Edits = {op.number: ("activation", {"to": other}) for op, other in others}
     yield Variant("sine and cosine of the positions are exchanged", "exchange them back", Edited(suspect, exchanged))
     yield from first_position(suspect)
 
@@ -94,12 +94,14 @@ def halves_or_neighbours(suspect: Suspect) -> Iterator[Variant]:
     joined = suspect.named("cat")
     stacked = suspect.named("stack")
     if (behind or cuts) and joined:
-        edits: Edits = {op.number: ("half", {"neighbours": True}) for op in behind}
-        edits |= {op.number: ("halves", {}) for op in cuts} | {op.number: ("interleaved", {}) for op in joined}
+        pieces: list[tuple[Operation, str, dict[str, Any]]] = [(op, "half", {"neighbours": True}) for op in behind]
+        pieces += [(op, "halves", {}) for op in cuts] + [(op, "interleaved", {}) for op in joined]
+        edits: Edits = {op.number: (edit, settings) for op, edit, settings in pieces}
         yield told(suspect, edits, "neighbouring channels", "the two halves")
     if in_turn and stacked:
-        edits = {op.number: ("half", {"neighbours": False}) for op in in_turn}
-        edits |= {op.number: ("behind each other", {}) for op in stacked}
+        pieces = [(op, "half", {"neighbours": False}) for op in in_turn]
+        pieces += [(op, "behind each other", {}) for op in stacked]
+        edits = {op.number: (edit, settings) for op, edit, settings in pieces}
         yield told(suspect, edits, "the two halves of channels", "neighbours")
 
 

@@ -13,7 +13,7 @@ from parity.evidence.isolation import Isolator
 from parity.evidence.judging import bound, in_parts, torch_again
 from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
-from parity.evidence.trial import Place, Trial, by_argument, is_array
+from parity.evidence.trial import Place, Trial, by_argument, is_array, like
 from parity.weights.leaf import Layer, Leaf
 
 # A difference that falls below so many times what rounding explains counts as gone: torch's module under
@@ -205,6 +205,9 @@ class Suspect:
         """How far a value is from one of torch's, in units of what rounding explains."""
         if not is_array(actual) or not is_array(value):
             return 0.0 if type(actual) is type(value) and bool(actual == value) else float("inf")
+        if actual.dtype == value.dtype == bool:
+            # A mask hides the same, however much of it is spelled out.
+            actual, value = like(actual, value), like(value, actual)
         if actual.shape != value.shape:
             return float("inf")
         a, b = in_parts(actual), in_parts(value)

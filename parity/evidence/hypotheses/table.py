@@ -91,7 +91,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("residual", tensors.known_term),
     Hypothesis("guard", sums.unguarded),
     Hypothesis("factor", sums.scaling),
-    Hypothesis("factor", connections.term_factors, cheap=True),
+    Hypothesis("factor", connections.term_factors),
     Hypothesis("another value", tensors.another_value, cheap=True),
     Hypothesis("another value", tensors.another_operand),
     Hypothesis("another value", connections.left_out),

@@ -334,7 +334,8 @@ def mask(run: Edit, args: Any, kwargs: Any, *, way: str, at: int, steps: int = 0
     if way == "broadcast over queries":
         new = across(boolean)
     else:
-        new = shifted(boolean, steps) if way == "causal" else MASKS[way](boolean)
+        causal = {"causal": lambda: shifted(boolean, steps), "causal shown": lambda: ~shifted(boolean, steps)}
+        new = causal[way]() if way in causal else MASKS[way](boolean)
     if old.dtype != torch.bool:
         new = torch.where(new, old.min(), torch.zeros_like(old.min()))
     return run(*args[:at], new, *args[at + 1 :], **kwargs)

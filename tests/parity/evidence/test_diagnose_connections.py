@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evidence_pairs import draw, normal
-from fault_pairs import SOME, X, functions, held, near_zero, torch_attend
+from fault_pairs import SOME, FlaxStage, TorchStage, X, functions, held, near_zero, torch_attend
 from flax import nnx
 from torch import nn
 
@@ -86,6 +86,54 @@ FUNCTIONS = [
 @pytest.mark.parametrize("planted", FUNCTIONS, ids=lambda planted: planted.name)
 def test_a_fault_in_a_function_is_told_from_its_neighbours(planted):
     diagnosed(*planted.pair(), *planted.inputs, path="core", cause=planted.cause, says=planted.says)
+
+
+# --------------------------------------------------------------- masks that a module makes for others
+
+
+class TorchMasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = TorchStage(torch_attend)
+
+    def forward(self, q, k, v, padding):
+        causal = torch.arange(k.shape[2])[None, :] > torch.arange(q.shape[2])[:, None]
+        return self.attend(q, k, v, padding | causal[None, None])
+
+
+class FlaxMasks(nnx.Module):
+    def __init__(self, steps, use=True, invert=False):
+        self.attend = FlaxStage(not_masked_where)
+        self.steps, self.use, self.invert = steps, use, invert
+
+    def __call__(self, q, k, v, padding):
+        causal = jnp.arange(k.shape[2])[None, :] > jnp.arange(q.shape[2])[:, None] + self.steps
+        padding = ~padding if self.invert else padding
+        return self.attend(q, k, v, padding | causal[None, None] if self.use else padding)
+
+
+def not_masked_where(q, k, v, hidden):
+    scores = q @ k.swapaxes(-2, -1) / math.sqrt(q.shape[-1])
+    return jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores), -1) @ v
+
+
+PADDED = np.zeros((3, 1, 1, 5), bool)
+PADDED[1, ..., 3:] = True
+MASKS = {
+    "moved": (FlaxMasks(1), "the causal mask is moved by 1, the second of two"),
+    "left out": (FlaxMasks(0, use=False), "a mask is not used, the second of two"),
+    "inverted": (FlaxMasks(0, invert=True), "the mask is inverted, the first of two"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_of_two_masks_that_are_joined_the_wrong_one_is_told(name):
+    flax_model, says = MASKS[name]
+    diagnosed(TorchMasks().eval(), flax_model, *SEQUENCES, PADDED, path="", cause="mask", says=says)
+
+
+def test_a_mask_that_hides_the_same_is_no_fault():
+    assert parity.diagnose(TorchMasks().eval(), FlaxMasks(0), *SEQUENCES, PADDED).passed
 
 
 # --------------------------------------------------------------- positions
