@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,22 @@ def exchanged_places(suspect: Suspect) -> Iterator[Variant]:
                     if all(a != b for a, b in zip(chosen, order)):
                         said = ", ".join(f"what belongs at {b} stands at {a}" for a, b in zip(chosen, order))
                         found = {a: suspect.trial.expected[b] for a, b in zip(chosen, order)}
-                        yield Variant(f"values are exchanged: {said}", "exchange them back", at_all(found), whole=True)
+                        name = reordered_modules(suspect, chosen)
+                        what, change = f"values are exchanged: {said}", "exchange them back"
+                        if name:
+                            what, change = f"modules are called in another order: {said}", "call them in torch's order"
+                        yield Variant(what, change, at_all(found), whole=True, name=name)
+
+
+def reordered_modules(suspect: Suspect, places: Sequence[Place]) -> str:
+    """What values that are exchanged are called if one is made of another: modules in a row in another order; '' if none is."""
+    layers, calls = suspect.isolator.torch_layers, suspect.isolator.calls
+    below = [calls[key] for key in suspect.isolator.children.get(suspect.trial.torch.key, ())]
+    answers = [one for one in below if is_array(one.output) and any(one.path == place.child for place in places)]
+    moved = [one for one in answers if any(np.array_equal(suspect.trial.expected[p], one.output) for p in places)]
+    if not moved:
+        return ""
+    return "norm placement" if any("norm" in layers[one.path].kinds[0].lower() for one in moved) else "order of modules"
 
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
