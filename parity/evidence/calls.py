@@ -131,4 +131,4 @@ class Operation:
 def fingerprint(array: np.ndarray) -> int:
     """A number that two arrays share if, and hardly ever unless, they have the same shape, dtype and bits."""
     told = zlib.crc32(f"{array.shape} {array.dtype}".encode())
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), told)
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, told)

@@ -7,7 +7,16 @@ from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.orders import SUMMARIES as PLAIN_SUMMARIES
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
 
-SUMMARIES = ("mean", "sum", "largest", "smallest", "median", "log of the sum of exponentials", "standard deviation", "variance")
+SUMMARIES: tuple[str, ...] = (
+    "mean",
+    "sum",
+    "largest",
+    "smallest",
+    "median",
+    "log of the sum of exponentials",
+    "standard deviation",
+    "variance",
+)
 SUMMARIES += ("root of the mean square", "length", "square of the length", "sum of absolute values", "largest absolute value")
 SOFT = ("softmax", "log softmax", "sigmoid")
 
