@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from flax import nnx
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from benchmarks.faults import twins
 from benchmarks.faults.layers import MLP, Attention, Function, activation, layer_norm
@@ -70,7 +71,7 @@ class TorchResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the classes."""
-        x = self.pool(self.relu(self.bn(self.stem(x))))
+        x = self.pool(self.bn(self.relu(self.stem(x))))
         return self.head(torch.flatten(self.average(self.block(x)), 1))
 
 
@@ -116,7 +117,7 @@ class ResNet(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Scores of the classes."""
-        x = self.pool(self.relu(self.bn(self.stem(x.transpose(0, 2, 3, 1)))))
+        x = self.pool(self.bn(self.relu(self.stem(x.transpose(0, 2, 3, 1)))))
         x = self.average(self.block(x))
         x = x if self.as_it_lies else x.transpose(0, 3, 1, 2)
         return self.head(x.reshape(x.shape[0], -1))
@@ -172,7 +173,7 @@ class UNet(nnx.Module):
         self.norm = nnx.GroupNorm(8, groups, epsilon=epsilon, use_fast_variance=plan("norm", "fast variance"), rngs=rngs)
         self.act = Function(activation(plan, "act", "silu"))
         self.down = nnx.Conv(8, 8, (2, 2), strides=2, padding="VALID", rngs=rngs)
-        pads = "SAME" if plan("up", "SAME padding") else ((1, 3), (1, 3)) if plan("up", "padding of one side") else 2
+        pads = ((1, 3), (1, 3)) if plan("up", "padding of one side") else 2
         self.up = nnx.ConvTranspose(8, 8, (4, 4), strides=(2, 2), padding=pads, transpose_kernel=False, rngs=rngs)
         self.leave = nnx.Conv(
             16, 3, (3, 3), padding="SAME" if plan("leave", "zeros for circular padding") else "CIRCULAR", rngs=rngs
@@ -298,9 +299,125 @@ class Wave(nnx.Module):
         return self.head(x.std(1, ddof=self.ddof))
 
 
+# ---------------------------------------------------------------- a decoder: groups, weight norm, resizing
+
+
+def features(rng: np.random.Generator) -> tuple[np.ndarray]:
+    """`(2, 8, 6, 5)`, channels first."""
+    return (rng.normal(size=(2, 8, 6, 5)).astype(np.float32),)
+
+
+class TorchDecoder(nn.Module):
+    """Groups, the nearest pixel, weight norm, channels made into pixels, a smooth resize, a reflected border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped, self.near = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Upsample((11, 9), mode="nearest")
+        self.point, self.shuffle = parametrizations.weight_norm(nn.Conv2d(8, 12, 1)), nn.PixelShuffle(2)
+        self.smooth = nn.Upsample((9, 13), mode="bilinear", align_corners=False)
+        self.leave = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+        self.gamma, self.dropout = nn.Parameter(torch.randn(4, 1, 1)), nn.Dropout2d(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """An image of four channels."""
+        x = self.shuffle(self.point(self.near(x + self.grouped(x))))
+        return self.dropout(self.leave(self.smooth(x)) * self.gamma)
+
+
+class WeightNormed(nnx.Module):
+    """The port of a pointwise convolution under weight norm, by hand: length and direction apart."""
+
+    def __init__(self, plan: Plan, place: str):
+        self.g, self.v = nnx.Param(jnp.zeros((1, 1, 1, 12))), nnx.Param(jnp.zeros((1, 1, 8, 12)))
+        self.bias, self.ignored = nnx.Param(jnp.zeros(12)), plan(place, "weight norm ignored")
+        self.long = plan(place, "length left out")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`(n, h, w, 8)` to `(n, h, w, 12)`."""
+        v = self.v[...]
+        unit = v / jnp.sqrt((v * v).sum((0, 1, 2), keepdims=True))
+        kernel = v if self.ignored else unit if self.long else self.g[...] * unit
+        return x @ kernel[0, 0] + self.bias[...]
+
+
+class Decoder(nnx.Module):
+    """The port."""
+
+    def __init__(self, plan: Plan):
+        rngs = nnx.Rngs(0)
+        self.grouped = DealtOut(rngs) if plan("grouped", "groups dealt out") else grouped(rngs)
+        by_centre, rows_first = plan("near", "nearest by the centres"), plan("shuffle", "pixels in the order of rows first")
+        self.near = Function(lambda x: nearest(x, (11, 9), by_centre))
+        self.point = WeightNormed(plan, "point")
+        self.shuffle = Function(lambda x: pixels(x, rows_first))
+        corners, smoothed = plan("smooth", "corners lined up"), plan("smooth", "smoothed before it shrinks")
+        nearest_instead = plan("smooth", "nearest for bilinear")
+        self.smooth = Function(lambda x: resized(x, (9, 13), corners, smoothed, nearest_instead))
+        border = "SAME" if plan("leave", "zeros for reflected border") else "REFLECT"
+        self.leave = nnx.Conv(3, 4, (3, 3), padding=border, rngs=rngs)
+        self.gamma, self.dropout = nnx.Param(jnp.zeros((4, 1, 1))), nnx.Dropout(0.2, broadcast_dims=(1, 2), rngs=rngs)
+        self.unscaled = plan("", "scale of the layer left out")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """An image of four channels."""
+        x = x.transpose(0, 2, 3, 1)
+        x = self.smooth(self.shuffle(self.point(self.near(x + self.grouped(x)))))
+        y = self.leave(x)
+        y = y if self.unscaled else y * self.gamma[...][:, 0, 0]
+        return self.dropout(y).transpose(0, 3, 1, 2)
+
+
+DECODER_NAMES = {f"point.parametrizations.weight.original{i}": f"point.{name}" for i, name in enumerate("gv")}
+
+
+def grouped(rngs: nnx.Rngs) -> nnx.Conv:
+    """Two groups of neighbouring channels."""
+    return nnx.Conv(8, 8, (3, 3), padding=1, feature_group_count=2, rngs=rngs)
+
+
+class DealtOut(nnx.Conv):
+    """A convolution whose channels are dealt out to the two groups one by one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(8, 8, (3, 3), padding=1, feature_group_count=2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Convolve."""
+        return super().__call__(jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1))
+
+
+def nearest(x: jax.Array, size: tuple[int, int], by_centre: bool) -> jax.Array:
+    """The nearest pixel by its lower corner, as torch takes it, or by its centre, as jax does."""
+    for axis, new in zip((1, 2), size, strict=True):
+        places = (jnp.arange(new) + (0.5 if by_centre else 0)) * x.shape[axis] / new
+        x = jnp.take(x, jnp.floor(places).astype(int), axis)
+    return x
+
+
+def pixels(x: jax.Array, turned: bool) -> jax.Array:
+    """Channels made into two by two pixels, `(n, h, w, c * 4)` to `(n, 2 * h, 2 * w, c)`."""
+    n, h, w, _ = x.shape
+    parts = x.reshape(n, h, w, 2, 2, -1) if turned else jnp.moveaxis(x.reshape(n, h, w, -1, 2, 2), 3, 5)
+    return parts.transpose(0, 1, 3, 2, 4, 5).reshape(n, 2 * h, 2 * w, -1)
+
+
+def resized(x: jax.Array, size: tuple[int, int], corners: bool, smoothed: bool, near: bool) -> jax.Array:
+    """Bilinear between centres, or between corners."""
+    shape = (x.shape[0], *size, x.shape[3])
+    if not corners:
+        return jax.image.resize(x, shape, "nearest" if near else "bilinear", antialias=smoothed)
+    for axis, new in zip((1, 2), size, strict=True):
+        places = jnp.linspace(0, x.shape[axis] - 1, new)
+        low = jnp.clip(jnp.floor(places), 0, x.shape[axis] - 2).astype(int)
+        share = jnp.expand_dims(places - low, [i for i in range(4) if i != axis])
+        x = jnp.take(x, low, axis) * (1 - share) + jnp.take(x, low + 1, axis) * share
+    return x
+
+
 MODELS = (
     Model("residual net", TorchResNet, ResNet, images, resnet_weights),
     Model("u-net", TorchUNet, UNet, images, unet_weights),
     Model("vision transformer", TorchVit, Vit, images),
     Model("wave net", TorchWave, Wave, signals),
+    Model("decoder", TorchDecoder, Decoder, features, rename=DECODER_NAMES),
 )

@@ -96,43 +96,55 @@ class Planted(frozenset[str]):
 
 
 class Attend(nnx.Module):
-    """Scores, mask, softmax, weighted sum: `(n, h, l, d)`; the mask says what may be seen."""
+    """Scores, mask, softmax, weighted sum: `(n, h, l, d)`; the mask says what may be seen.
 
-    def __init__(self, plan: Plan, place: str, *, causal: bool = False, dropout: bool = False):
-        self.plan, self.causal = Planted(kind for kind in self.kinds(causal) if plan(place, kind)), causal
+    Faults of a mask are asked for only where the model is given one: without it they change nothing.
+    """
+
+    def __init__(self, plan: Plan, place: str, *, causal: bool = False, masked: bool = False):
+        self.wrong, self.causal = frozenset(kind for kind in self.kinds(causal, masked) if plan(place, kind)), causal
 
     @staticmethod
-    def kinds(causal: bool) -> list[str]:
+    def kinds(causal: bool, masked: bool) -> list[str]:
         """What goes wrong here."""
-        every = ["scale missing", "scale of the whole width", "scale squared", "softmax over queries", "mask inverted"]
-        every += ["mask added as 0 and 1", "mask not applied", "bfloat16 softmax", "values and keys swapped"]
+        every = ["scale missing", "scale of the whole width", "scale squared", "softmax over queries"]
+        every += ["mask inverted", "mask added as 0 and 1", "mask not applied"] if masked else []
+        every += ["bfloat16 softmax", "values and keys swapped"]
         return every + (["causal mask shifted", "causal mask missing"] if causal else [])
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Attend."""
-        on, d = self.plan, q.shape[-1]
-        k, v = (v, k) if on["values and keys swapped"] else (k, v)
-        scale = math.sqrt(d * q.shape[1]) if on["scale of the whole width"] else d if on["scale squared"] else math.sqrt(d)
-        scores = q @ k.swapaxes(-2, -1) / (1.0 if on["scale missing"] else scale)
-        if self.causal and not on["causal mask missing"]:
-            shift = 1 if on["causal mask shifted"] else 0
+        wrong, d = self.wrong, q.shape[-1]
+        k, v = (v, k) if "values and keys swapped" in wrong else (k, v)
+        scale = (
+            math.sqrt(d * q.shape[1])
+            if "scale of the whole width" in wrong
+            else d
+            if "scale squared" in wrong
+            else math.sqrt(d)
+        )
+        scores = q @ k.swapaxes(-2, -1) / (1.0 if "scale missing" in wrong else scale)
+        if self.causal and "causal mask missing" not in wrong:
+            shift = 1 if "causal mask shifted" in wrong else 0
             seen = jnp.tril(jnp.ones((q.shape[2], k.shape[2]), bool), shift)
             scores = jnp.where(seen, scores, -jnp.inf)
-        if mask is not None and not on["mask not applied"]:
-            seen = ~mask if on["mask inverted"] else mask
-            scores = scores + seen.astype(scores.dtype) if on["mask added as 0 and 1"] else jnp.where(seen, scores, -jnp.inf)
-        if on["bfloat16 softmax"]:
+        if mask is not None and "mask not applied" not in wrong:
+            seen = ~mask if "mask inverted" in wrong else mask
+            scores = (
+                scores + seen.astype(scores.dtype) if "mask added as 0 and 1" in wrong else jnp.where(seen, scores, -jnp.inf)
+            )
+        if "bfloat16 softmax" in wrong:
             scores = scores.astype(jnp.bfloat16).astype(scores.dtype)
-        return jax.nn.softmax(scores, axis=-2 if on["softmax over queries"] else -1) @ v
+        return jax.nn.softmax(scores, axis=-2 if "softmax over queries" in wrong else -1) @ v
 
 
 class Attention(nnx.Module):
     """Self-attention with four projections, as in BERT and GPT."""
 
-    def __init__(self, plan: Plan, width: int, heads: int, rngs: nnx.Rngs, *, causal: bool = False, bias: bool = True):
+    def __init__(self, plan: Plan, width: int, heads: int, rngs: nnx.Rngs, *, causal: bool = False, masked: bool = False):
         self.heads = heads
-        self.query, self.key, self.value, self.out = (nnx.Linear(width, width, use_bias=bias, rngs=rngs) for _ in range(4))
-        self.attend = Attend(plan, "attend", causal=causal)
+        self.query, self.key, self.value, self.out = (nnx.Linear(width, width, rngs=rngs) for _ in range(4))
+        self.attend = Attend(plan, "attend", causal=causal, masked=masked)
         self.split_wrong, self.merge_wrong = (
             plan("", "heads split without a transpose"),
             plan("", "heads merged without a transpose"),

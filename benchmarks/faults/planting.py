@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 import torch
-from flax import nnx
+from flax import linen, nnx
+from flax.core import unfreeze
 
 import parity
 
@@ -19,18 +21,24 @@ class Fault:
     """One planted fault.
 
     Attributes:
-        place: dotted path of the torch module that computes something else than its twin; '' is the model itself.
+        place: dotted path of the torch module that computes something else than its twin; '' is the model itself,
+            `a and b` are two modules that must both be named.
         kind: what is wrong, such as `epsilon`.
     """
 
     place: str
     kind: str
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The modules that must be named."""
+        return tuple(self.place.split(" and "))
+
     def __str__(self) -> str:
         return f"{self.place or 'the model'}: {self.kind}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """Which fault a port is built with, if any; and which it could have been built with.
 
@@ -58,6 +66,13 @@ class Inside(Plan):
     def __init__(self, whole: Plan, prefix: str):
         self.whole, self.prefix = whole, prefix
 
+    # A Linen module is compiled once for all that equal it, and is given its plan anew in each call.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inside) and (self.whole, self.prefix) == (other.whole, other.prefix)
+
+    def __hash__(self) -> int:
+        return hash((self.whole, self.prefix))
+
     def __call__(self, place: str, kind: str) -> bool:
         """Ask for a place below the prefix."""
         return self.whole(".".join(part for part in (self.prefix, place) if part), kind)
@@ -67,8 +82,8 @@ class Inside(Plan):
         return Inside(self.whole, f"{self.prefix}.{prefix}")
 
 
-# A change to a Flax model after its weights have arrived, planted if the plan says so.
-Change = Callable[[nnx.Module, Plan], None]
+# A change to a Flax model after its weights have arrived, planted if the plan says so; of a Linen model, to its variables.
+Change = Callable[[Any, Plan], None]
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,7 @@ class Model:
         inputs: makes the arguments, from a generator.
         after: plants faults in the weights that have arrived.
         rename: as in `parity.transfer`.
+        ready: changes the torch model before its weights are copied.
     """
 
     name: str
@@ -90,6 +106,7 @@ class Model:
     inputs: Callable[[np.random.Generator], tuple[Any, ...]]
     after: Change | None = None
     rename: dict[str, str] | None = None
+    ready: Callable[[Any], None] | None = None
 
     def catalogue(self) -> list[Fault]:
         """Every fault that can be planted."""
@@ -97,14 +114,18 @@ class Model:
         self.make(plan, 0)
         return list(plan.asked)
 
-    def make(self, plan: Plan, seed: int) -> tuple[torch.nn.Module, Any]:
-        """A pair with equal weights, but for the fault.
-
-        Every parameter is random: a bias of zeros or a scale of ones would hide faults.
-        """
+    def original(self, seed: int) -> torch.nn.Module:
+        """The torch model. Every parameter is random: a bias of zeros or a scale of ones would hide faults."""
         torch.manual_seed(seed)
-        theirs = self.torch().eval()
-        randomise(theirs, seed)
+        model = self.torch().eval()
+        randomise(model, seed)
+        if self.ready:
+            self.ready(model)
+        return model
+
+    def make(self, plan: Plan, seed: int) -> tuple[torch.nn.Module, Any]:
+        """A pair with equal weights, but for the fault."""
+        theirs = self.original(seed)
         mine = self.flax(plan)
         mine.eval()
         if not plan("", "weights not loaded"):
@@ -112,6 +133,46 @@ class Model:
         if self.after:
             self.after(mine, plan)
         return theirs, mine
+
+
+class Port(parity.Linen):
+    """A Linen port that is called like an NNX model."""
+
+    def __call__(self, *args: Any) -> Any:
+        """What the model returns."""
+        return self.module.apply(self.variables, *args, rngs=self.rngs, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class LinenModel(Model):
+    """A pair whose Flax side is a Linen module; `flax` makes the module, `after` gets its variables as nested dicts.
+
+    Attributes:
+        options: keyword arguments that the Flax side alone is given.
+        streams: names of its random keys.
+        without: torch's arrays for which the Flax module has none, by the kind of the fault that leaves them out.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    streams: tuple[str, ...] = ()
+    without: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def make(self, plan: Plan, seed: int) -> tuple[torch.nn.Module, Any]:
+        """A pair with equal weights, but for the fault."""
+        theirs = self.original(seed)
+        args = self.inputs(np.random.default_rng(seed))
+        module: linen.Module = self.flax(plan)
+        rngs = {name: jax.random.key(number) for number, name in enumerate(self.streams)}
+        if plan("", "weights not loaded"):
+            variables = module.init({"params": jax.random.key(0), **rngs}, *args, **self.options)
+        else:
+            empty = parity.Linen(module, None, *args, rngs=rngs, **self.options)
+            missing = self.without.get(plan.fault.kind, ()) if plan.fault else ()
+            variables = parity.transfer(theirs, empty, rename=self.rename, ignore=missing).value.variables
+        variables = unfreeze(variables)
+        if self.after:
+            self.after(variables, plan)
+        return theirs, Port(module, variables, *args, rngs=rngs, **self.options)
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -126,6 +187,15 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 array.copy_(1.0 + noise)
             elif array.ndim < 2:
                 array.add_(0.4 * noise)
+
+
+def without_second_biases(model: torch.nn.Module) -> None:
+    """Recurrent layers as Flax's are: with one bias where the sum of two is all that counts."""
+    with torch.no_grad():
+        for name, array in model.named_parameters():
+            if "bias_hh" in name:
+                keep = array.shape[0] * 2 // 3 if "gru" in name else array.shape[0]
+                array[:keep] = 0
 
 
 def swap(first: nnx.Variable, second: nnx.Variable) -> None:

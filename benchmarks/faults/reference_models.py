@@ -1,17 +1,20 @@
 """The reference's own modules against natural ports of them, as a reader of the documents writes them."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jax_impl
 import torch_impl
 from benchmarks.faults.layers import Function, activation
 from benchmarks.faults.planting import Model, Plan
 
 E, H, D = 24, 4, 6
+CONFIG, TORCH_CONFIG = (wing.TransformerConfig(E, H, 1, 40, 9, p_drop=0.0, bias=True) for wing in (jax_impl, torch_impl))
 
 
 def sequences(rng: np.random.Generator) -> list[np.ndarray]:
@@ -68,16 +71,19 @@ class MultiHeadAttention(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """The port of the second document's attention, whose projections are never used."""
+    """The port of the second document's attention, whose projections are never used.
+
+    It has no module for the step between the heads, so that faults in that stand in its own code.
+    """
 
     def __init__(self, plan: Plan):
         rngs = nnx.Rngs(0)
         self.values, self.keys, self.queries = (nnx.Linear(D, E, use_bias=False, rngs=rngs) for _ in range(3))
         self.fc_out = nnx.Linear(E, E, rngs=rngs)
-        self.scale = math.sqrt(D) if plan("attention", "scale of the head width") else math.sqrt(E)
-        self.fill = -jnp.inf if plan("attention", "hidden rows become NaN") else -1e20
+        self.scale = math.sqrt(D) if plan("", "scale of the head width") else math.sqrt(E)
+        self.fill = -jnp.inf if plan("", "hidden rows become NaN") else -1e20
         self.order = plan("", "arguments in the usual order")
-        self.shown = plan("attention", "mask inverted")
+        self.shown = plan("", "mask inverted")
 
     def __call__(self, values: jax.Array, keys: jax.Array, query: jax.Array, mask: jax.Array) -> jax.Array:
         """Attend; 0 hides."""
@@ -108,6 +114,79 @@ class FeedForward(nnx.Module):
         return x + self.model(x) if self.residual else self.model(x)
 
 
+class Transformer(jax_impl.Transformer):
+    """The Flax wing's own model with a fault in its code or in the code of a part."""
+
+    def __init__(self, plan: Plan):
+        super().__init__(11, 13, CONFIG, rngs=nnx.Rngs(0))
+        self.unscaled, self.from_one = plan("", "embedding not scaled"), plan("", "causal mask shifted")
+        self.seen, self.open = plan("", "padding mask of the source not passed on"), plan("", "causal mask missing")
+        self.last = int(plan("", "positions from one"))
+        encoder, decoder = self.encoder.layers[0], self.decoder.layers[0]
+        if plan("encoder.layers.0.norm1", "epsilon"):
+            encoder.norm1 = jax_impl.LayerNorm(E, 1e-3, rngs=nnx.Rngs(0))
+        if plan("decoder.layers.0.norm3", "epsilon"):
+            decoder.norm3 = jax_impl.LayerNorm(E, 1e-6, rngs=nnx.Rngs(0))
+        if plan("encoder.layers.0.feed_forward.model.1", "activation gelu"):
+            encoder.feed_forward.model.layers[1] = jax_impl.GELU()
+        encoder.norm_first = plan("encoder.layers.0", "pre-norm for post-norm")
+        decoder.norm_first = plan("decoder.layers.0", "pre-norm for post-norm")
+        if plan("decoder.layers.0", "residual around the cross-attention missing"):
+            decoder.__class__ = WithoutResidual
+        if plan("decoder.layers.0.cross_attention", "heads merged without a transpose"):
+            decoder.cross_attention.__class__ = Merged
+
+    def encode(self, source: jax.Array) -> jax.Array:
+        """Run the encoder."""
+        embedded = self.source_dropout(self.embed(self.source_embedding, source))
+        return self.encoder(
+            embedded, jnp.zeros((source.shape[0], 1, 1, source.shape[1]), bool) if self.seen else source_mask(source)
+        )
+
+    def decode(self, target: jax.Array, memory: jax.Array, memory_mask: jax.Array | None = None) -> jax.Array:
+        """Run the decoder and the projection."""
+        length = target.shape[1]
+        causal = jnp.arange(length)[None, :] > jnp.arange(length)[:, None] + int(self.from_one)
+        mask = source_mask(target) if self.open else source_mask(target) | causal[None, None]
+        embedded = self.target_dropout(self.embed(self.target_embedding, target))
+        return self.scores(self.decoder(embedded, memory, mask, memory_mask))
+
+    def embed(self, embedding: nnx.Module, tokens: jax.Array, offset: Any = 0) -> jax.Array:
+        """Rows of an embedding with their positions."""
+        embedded = embedding(tokens) * (1.0 if self.unscaled else math.sqrt(E))
+        return self.positions(embedded, offset + self.last)
+
+
+class WithoutResidual(jax_impl.DecoderLayer):
+    """A decoder layer whose cross-attention replaces what it is added to."""
+
+    def after_cross_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """What follows the cross-attention."""
+        x = self.norm2(self.dropout2(attended))
+        return self.norm3(x + self.feed_forward(x))
+
+
+class Merged(jax_impl.MultiHeadAttention):
+    """An attention whose heads are merged by a bare reshape."""
+
+    def attend(self, Q: jax.Array, K: jax.Array, V: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Attend between projected heads."""
+        output, weights = self.attention(Q, K, V, mask)
+        return self.W_o(output.reshape(Q.shape[0], Q.shape[2], E)), weights
+
+
+def source_mask(tokens: jax.Array) -> jax.Array:
+    """True where there is padding, `(n, 1, 1, l)`."""
+    return (tokens == 0)[:, None, None, :]
+
+
+def sentences(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of two lengths with padding at the end; the first token of none is padding."""
+    source, target = rng.integers(1, 11, (3, 6)), rng.integers(1, 13, (3, 5))
+    source[1, 4:], source[2, 3:], target[2, 3:] = 0, 0, 0
+    return source.astype(np.int32), target.astype(np.int32)
+
+
 def hidden(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sequences, and a mask in which True hides; no row is hidden whole."""
     mask = rng.random((3, 1, 5, 7)) < 0.3
@@ -123,6 +202,7 @@ def shown(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
 
 
 MODELS = (
+    Model("transformer", lambda: torch_impl.Transformer(11, 13, TORCH_CONFIG), Transformer, sentences),
     Model("third document", lambda: torch_impl.MultiHeadAttention(E, H, D, D, D, bias=True), MultiHeadAttention, hidden),
     Model("second document", lambda: torch_impl.SelfAttention(E, H), SelfAttention, shown),
     Model(

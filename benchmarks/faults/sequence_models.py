@@ -67,7 +67,7 @@ class BertLayer(nnx.Module):
     """The port of a layer."""
 
     def __init__(self, plan: Plan, rngs: nnx.Rngs):
-        self.attention = Attention(plan.under("attention"), WIDTH, HEADS, rngs)
+        self.attention = Attention(plan.under("attention"), WIDTH, HEADS, rngs, masked=True)
         self.mlp = MLP(plan.under("mlp"), WIDTH, INNER, rngs)
         self.norm1, self.norm2 = (layer_norm(plan, name, WIDTH, rngs) for name in ("norm1", "norm2"))
         self.no_residual, self.twice = plan("", "residual missing"), plan("", "residual doubled")
@@ -113,7 +113,7 @@ def bert_weights(model: Any, plan: Plan) -> None:
     if plan("layers.1.attention.out", "heads permuted"):
         rows = np.arange(WIDTH).reshape(HEADS, -1).T.reshape(-1)
         attention.out.kernel[...] = attention.out.kernel[...][rows]
-    if plan("layers.1.attention.query", "query and key weights swapped"):
+    if plan("layers.1.attention.key and layers.1.attention.query", "query and key weights swapped"):
         swap(attention.query.kernel, attention.key.kernel)
     if plan("layers.1.mlp.fc1", "kernel reshaped, not transposed"):
         kernel = model.layers[1].mlp.fc1.kernel

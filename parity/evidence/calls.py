@@ -1,5 +1,6 @@
 """A call of a model, and what came of it, with every array in NumPy."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,8 @@ class Operation:
         shape: of its result, or of the first of several.
         masks: whether one of the arrays hides and shows.
         switches: whether one of them holds nothing but the numbers 0 and 1.
+        operands: the fingerprints of the floating point arrays that it takes, by position, or by that of their
+            list and theirs in it.
     """
 
     number: int
@@ -126,3 +129,10 @@ class Operation:
     shape: tuple[int, ...]
     masks: bool
     switches: bool
+    operands: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+
+
+def fingerprint(array: np.ndarray) -> int:
+    """A number that two arrays share if, and hardly ever unless, they have the same shape, dtype and bits."""
+    told = zlib.crc32(f"{array.shape} {array.dtype}".encode())
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, told)

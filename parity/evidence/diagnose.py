@@ -1,9 +1,10 @@
 """Why a module differs: every hypothesis is tried on it alone, and the causes are those that make the difference vanish."""
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parity.errors import first_line
+from parity.errors import InputError, first_line
 from parity.evidence.faults import Cause, Diagnosis
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
@@ -11,6 +12,7 @@ from parity.evidence.isolation import Isolator
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
+from parity.evidence.unseen import with_unseen
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
@@ -18,8 +20,13 @@ TOLD = 5
 FAINT = 1000.0
 # Edits on top of which a second fault is looked for, and what one may leave of the difference to be among them.
 PAIRED, HELPFUL = 8, 0.95
-# Variants computed for one module: a large one must not be run for ever.
-BUDGET = 2000
+# Seconds for the hypotheses on all wrong modules together; each module may take its share of what is left. Of those of
+# the catalogue in benchmarks/faults one takes 0.2 to 3 s.
+SECONDS = 120.0
+# The share of a module's time in which others are looked for beside a cause that explains everything.
+BESIDE = 0.25
+# Variants that are tried however long they take.
+FIRST = 8
 
 
 def diagnose(
@@ -30,6 +37,7 @@ def diagnose(
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
     seed: int = 0,
+    seconds: float = SECONDS,
 ) -> Diagnosis:
     """Find which modules of a Flax model are wrong, why, and what to change.
 
@@ -45,35 +53,48 @@ def diagnose(
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
         seed: of the numbers by which rounding is measured.
+        seconds: how long hypotheses are tried, over all wrong modules; the wrong modules are all named first,
+            however long that takes. A note says where time ran out.
 
     Returns:
         Causes by module, the best first; wrong modules that no hypothesis explains are named too.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
+        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or
+            `seconds` is no positive number.
     """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InputError(f"seconds must be a positive number, got {seconds!r}; it is the time for trying causes")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return diagnose_subject(subject)
+    return diagnose_subject(subject, seconds)
 
 
-def diagnose_subject(subject: Subject) -> Diagnosis:
+def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
     """`diagnose` for models that are already checked."""
     isolator = Isolator(subject)
     isolation = named(isolator, isolator.run())
     causes: list[Cause] = []
     unexplained, tried, notes = [], 0, list[str]()
-    for fault in isolation.faults:
-        trial = isolator.trials.get((fault.path, fault.call))
+    trials = [isolator.trials.get((fault.path, fault.call)) for fault in isolation.faults]
+    end = time.monotonic() + seconds
+    for number, (fault, trial) in enumerate(zip(isolation.faults, trials, strict=True)):
         if trial is None or trial.error:
             continue
-        search = Search(Suspect(isolator, trial))
+        search = Search(Suspect(isolator, trial), max(end - time.monotonic(), 0.0) / (len(trials) - number))
         found = search.run()
         tried += search.tried
         causes += found
         notes += search.notes
+        if search.late:
+            place = fault.path or "the model"
+            notes.append(
+                f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
+            )
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
+    isolation, unseen = with_unseen(isolator, isolation)
+    causes += unseen
     if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
         # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
         native, losses = diagnose_precision(subject)
@@ -85,11 +106,17 @@ def diagnose_subject(subject: Subject) -> Diagnosis:
 
 
 class Search:
-    """All hypotheses on one suspect."""
+    """All hypotheses on one suspect.
 
-    def __init__(self, suspect: Suspect):
+    Args:
+        suspect: the pair.
+        seconds: after which no further variant is tried.
+    """
+
+    def __init__(self, suspect: Suspect, seconds: float = SECONDS):
         self.suspect, self.tried = suspect, 0
         self.notes: list[str] = []
+        self.began, self.seconds, self.late = time.monotonic(), seconds, False
         # Edits that make the difference smaller: what is left of it, the hypothesis, the variant.
         self.helpful: list[tuple[float, str, Variant]] = []
 
@@ -103,12 +130,17 @@ class Search:
         for resort in (False, True):
             if resort and any(cause.complete for cause in causes):
                 break
-            for hypothesis in HYPOTHESES:
-                if hypothesis.resort is resort:
+            self.suspect.open = self.left(causes)
+            for hypothesis in sorted(HYPOTHESES, key=lambda one: not one.cheap):
+                enough = any(cause.complete for cause in causes) and self.spent() > BESIDE * self.seconds
+                if hypothesis.resort is resort and not enough:
                     causes += self.attempt(hypothesis)
         if self.left(causes):
             causes += self.in_pairs()
         return self.ranked(causes)
+
+    def spent(self) -> float:
+        return time.monotonic() - self.began
 
     def in_pairs(self) -> list[Cause]:
         """Two faults of one module at the same place: every hypothesis again, on top of the edits that help most."""
@@ -129,7 +161,9 @@ class Search:
 
     def ranked(self, causes: list[Cause]) -> list[Cause]:
         """What explains most first; then the smallest rest, where rests within rounding are alike; then the table's order."""
-        ordered = sorted(causes, key=lambda c: (-len(c.explains), max(c.after, 1.0)))
+        names = [WEIGHTS.name, *(hypothesis.name for hypothesis in HYPOTHESES)]
+        order = {name: names.index(name) for name in names}
+        ordered = sorted(causes, key=lambda c: (-len(c.explains), max(c.after, 1.0), order.get(c.hypothesis, len(order))))
         kept: list[Cause] = []
         for cause in ordered:
             # A cause of fewer places is told only for what better ones leave open.
@@ -142,7 +176,9 @@ class Search:
         """The variants of one hypothesis that explain something and break nothing."""
         found: list[Cause] = []
         variants = iter(hypothesis.variants(self.suspect))
-        while self.tried < BUDGET:
+        while not self.late:
+            # The first few in any case: a module whose time ran out before its turn still gets the likeliest.
+            self.late = self.spent() > self.seconds and self.tried >= FIRST
             try:
                 variant = next(variants, None)
             except Exception as error:
@@ -167,10 +203,10 @@ class Search:
             left = self.suspect.left_of(values)
             self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []
         gone, sound = self.suspect.explained(values, variant.unit)
-        if not gone or not sound:
+        if not gone or not sound or (variant.whole and len(gone) < len(values)):
             return None
         return Cause(
-            *(hypothesis.name, self.suspect.path, variant.what, variant.change),
+            *(variant.name or hypothesis.name, self.suspect.path, variant.what, variant.change),
             before=max(self.suspect.before[place] for place in gone),
             after=max(gone.values()),
             explains=tuple(map(str, gone)),

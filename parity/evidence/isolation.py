@@ -5,6 +5,7 @@ children is seen whether they are right or wrong, and so is what it gives them.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.faults import Difference, Isolated, Isolation
+from parity.evidence.hypotheses.weight import Weight, weights_of
 from parity.evidence.judging import compared
 from parity.evidence.partners import partners
 from parity.evidence.subject import Subject
@@ -34,6 +36,7 @@ from parity.evidence.trial import (
     turned_back,
     values,
 )
+from parity.weights.leaf import gathered
 
 
 class Isolator:
@@ -185,8 +188,40 @@ class Isolator:
         """The Flax module of a trial alone."""
         given = trial.partner.path, trial.args, trial.kwargs, replies
         return self.subject.flax.alone(
-            self.subject.flax_model, *given, dtype=self.dtype, quick=self.dtype is not None, **changes
+            self.subject.flax_model,
+            *given,
+            dtype=self.dtype,
+            quick=self.dtype is not None,
+            weights=self.torchs_inside(replies),
+            **changes,
         )
+
+    def torchs_inside(self, replies: Mapping[str, list[Any]]) -> dict[str, np.ndarray]:
+        """What torch has in place of the arrays of the answering modules, by their path in Flax, where one is not torch's.
+
+        A module may use an array of one that it calls, as a head does that is tied to the embedding: a wrong
+        one is the fault of the module that holds it.
+        """
+        owners = {self.partners[name].path: name for name in self.partners}
+        prefixes = tuple(f"{owners[path]}." for path in replies)
+        inside = [one for one in self.subject.pairing.pairs if prefixes and one.source.array_path.startswith(prefixes)]
+        if not any(one.source.array_path in self.unequal for one in inside):
+            return {}
+        try:
+            return gathered((one.target, np.asarray(one.layout.apply(one.source.read()))) for one in inside)
+        except ValueError:
+            # Flax's array lies half inside, half outside.
+            return {}
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Torch's arrays by path, each with its counterpart in Flax."""
+        return weights_of(self.subject.pairing.pairs)
+
+    @cached_property
+    def unequal(self) -> dict[str, Weight]:
+        """Those whose counterparts are not the same numbers."""
+        return {path: weight for path, weight in self.weights.items() if not weight.equal}
 
     def below(self, one: ModuleCall) -> list[tuple[str, list[ModuleCall]]]:
         """The nearest modules below that have partners, with their calls within this one."""
@@ -208,9 +243,12 @@ class Isolator:
     def reply(self, one: ModuleCall) -> dict[str, np.ndarray]:
         """What torch's module returned, by path in what Flax's returns, whichever way that answers."""
         axes, rule = self.axes_of(one), self.rule(one.path)
+        own = self.own.get((self.partners[one.path].path, one.call))
+        known = aligned(one, arrays_by_path(own.output), axes) if own and not rule else None
+        ways = rule.outputs if rule and rule.outputs else [known] if known is not None else None
         found = {}
         for path, leaf in flatten(one.output, is_array):
-            for where in (names.get(path) for names in rule.outputs) if rule and rule.outputs else [path]:
+            for where in (names.get(path) for names in ways) if ways else [path]:
                 if is_array(leaf) and where is not None:
                     found[where] = axes.to_flax(leaf)
         return found
@@ -218,7 +256,13 @@ class Isolator:
     def answers_whole(self, one: ModuleCall) -> bool:
         """Whether torch's answer covers all that Flax's module returns, as far as the model's own run shows it."""
         own = self.own.get((self.partners[one.path].path, one.call))
-        return own is None or all(path in self.reply(one) for path, leaf in flatten(own.output, is_array) if is_array(leaf))
+        if own is None:
+            return True
+        reply = self.reply(one)
+        # An answer of another shape is not used: the module runs for itself there.
+        return all(
+            path in reply and reply[path].shape == leaf.shape for path, leaf in flatten(own.output, is_array) if is_array(leaf)
+        )
 
     def axes_of(self, one: ModuleCall) -> Axes:
         """The order of axes in which a child is called: as shown, among those in which it is right."""
@@ -252,7 +296,7 @@ class Isolator:
         rule, axes = trial.rule, trial.axes
         outputs = dict(run.outputs)
         mine, plain = (dict(flatten(c.output, is_array)) for c in (trial.torch, trial.plain))
-        names = rule.names(outputs) if rule else None
+        names = rule.names(outputs) if rule else aligned(trial.torch, outputs, axes)
         for path, leaf in mine.items():
             where = path if names is None else names.get(path)
             if where is None:
@@ -261,7 +305,7 @@ class Isolator:
             trial.expected[place], trial.noise[place] = leaf, plain.get(path)
             if where in outputs:
                 trial.actual[place] = turned_back(axes, outputs.pop(where), leaf)
-        for path in outputs if rule is None else ():
+        for path in outputs if rule is None and names is None else ():
             trial.actual[Place(None, 0, path)] = outputs[path]
         for name, calls in answering.items():
             for number, (call, _) in enumerate(calls):
@@ -296,6 +340,31 @@ class Isolator:
             if type(theirs) is type(setting):
                 place = Place(name, number, path)
                 trial.expected[place], trial.actual[place] = setting, theirs
+
+
+def arrays_by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {path: leaf for path, leaf in flatten(tree, is_array) if is_array(leaf)}
+
+
+def aligned(one: ModuleCall, outputs: Mapping[str, Any], axes: Axes) -> dict[str, str] | None:
+    """Flax's path of each output, by torch's, where a module inside returns another tree of the same arrays.
+
+    A port returns the features alone where torch's module returns the weights, or None, beside them: what
+    one side does not return cannot be compared, and is missed by who takes it.
+
+    Returns:
+        The names, in the order of both trees; None if the paths are the same, if no array of either
+        side has one of its shape on the other, or for the models themselves, whose users see the tree.
+    """
+    mine, theirs = arrays_by_path(one.output), {path: leaf for path, leaf in outputs.items() if is_array(leaf)}
+    if set(mine) == set(theirs) or not one.path:
+        return None
+    names: dict[str, str] = {}
+    for path, leaf in mine.items():
+        left = (other for other in theirs if other not in names.values())
+        where = next((other for other in left if theirs[other].shape in (axes.to_flax(leaf).shape, leaf.shape)), None)
+        names |= {path: where} if where is not None else {}
+    return names if len(names) == min(len(mine), len(theirs)) > 0 else None
 
 
 def plain_arguments(one: ModuleCall) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def partners(
         partner = next((way for those in (seen, flax_layers) for way in ways[renamed] if way in those), None)
         if partner is not None:
             found[path] = Partner(partner, "name" if key is None else "plan")
-    by_plan(subject, called, found)
+    by_plan(subject, called, found, flax_layers)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
     alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found]
@@ -83,7 +83,11 @@ def known_names(subject: Subject, wanted: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def by_plan(subject: Subject, called: list[str], found: dict[str, Partner]) -> None:
+# What holds modules, and is none itself.
+HOLDERS = tuple(f"flax.nnx.{name}" for name in ("List", "Dict"))
+
+
+def by_plan(subject: Subject, called: list[str], found: dict[str, Partner], flax_layers: Mapping[str, Layer]) -> None:
     """Add the modules whose parameters are, by the transfer's plan, all those of one module of the other side."""
     owners = {p.source.array_path: p.target.owner for p in subject.pairing.pairs}
     taken = {partner.path for partner in found.values()}
@@ -93,13 +97,17 @@ def by_plan(subject: Subject, called: list[str], found: dict[str, Partner]) -> N
         common = shared_start(set(below.values()))
         # A port that unrolls a module into its parent has no module for it: the parent holds more than that.
         whole = all(name in below for name, owner in owners.items() if inside(owner, common))
-        if below and common and whole and common not in taken:
+        if below and common and whole and common not in taken and not is_a(flax_layers.get(common), HOLDERS):
             found[path] = Partner(common, "plan")
             taken.add(common)
 
 
 def inside(path: str, module: str) -> bool:
     return f"{path}.".startswith(f"{module}.")
+
+
+def is_a(layer: Layer | None, kinds: tuple[str, ...]) -> bool:
+    return layer is not None and any(kind in layer.kinds for kind in kinds)
 
 
 def shared_start(paths: set[str]) -> str:

@@ -12,8 +12,6 @@ ACTIVATIONS = {
     "silu": "silu",
     "elu": "elu",
     "leaky_relu": "leaky relu",
-    "hardtanh": "relu6",
-    "clamp": "relu6",
     "tanh": "tanh",
     "sigmoid": "sigmoid",
     "softplus": "softplus",
@@ -39,13 +37,21 @@ FUNCTIONS += ("leaky relu of slope 0.1", "relu6", "tanh", "sigmoid", "hard tanh"
 FUNCTIONS += ("mish", "selu", "log sigmoid", "squared relu", "identity")
 
 
+# What a bounded identity is called, by its bounds.
+BOUNDED = {(0, 6): "relu6", (-1, 1): "hard tanh", (0,): "relu", (0, None): "relu"}
+
+
 def function_of(op: Operation) -> str:
+    """The function that an operation computes, '' for one that is no activation."""
+    if op.name.rstrip("_") in ("hardtanh", "clamp", "clamp_min"):
+        return BOUNDED.get(tuple(op.args[1:3]), "hard tanh" if op.name.startswith("hardtanh") and len(op.args) == 1 else "")
     name = ACTIVATIONS.get(op.name.rstrip("_"), "")
     return "tanh gelu" if name == "gelu" and op.kwargs.get("approximate") == "tanh" else name
 
 
 def activation(suspect: Suspect) -> Iterator[Variant]:
     """Another nonlinearity, or another slope of it."""
+    yield from gates(suspect)
     kinds: dict[str, list[Operation]] = {}
     for op in suspect.operations:
         if function_of(op):
@@ -62,6 +68,19 @@ def activation(suspect: Suspect) -> Iterator[Variant]:
                     )
             if mine == "leaky relu":
                 yield from slopes(suspect, chosen, where)
+
+
+def gates(suspect: Suspect) -> Iterator[Variant]:
+    """A gated linear unit with another gate, or with a function of its value."""
+    for op in suspect.named("glu"):
+        for value, gate in (*((v, "sigmoid") for v in FUNCTIONS), *(("identity", g) for g in FUNCTIONS)):
+            if (value, gate) != ("identity", "sigmoid"):
+                said = f"{gate} of the gate" if value == "identity" else f"{value} of the value too"
+                yield Variant(
+                    f"Flax's gated linear unit takes {said}; torch multiplies the value by sigmoid of the gate",
+                    "use jax.nn.glu(x, axis)",
+                    suspect.edited([op], "gated", value=value, gate=gate),
+                )
 
 
 def slopes(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant, groups
 from parity.evidence.hypotheses.tensors import named_factor
 
 
@@ -69,7 +69,11 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
         if any(op.name.rstrip("_") != name for op in chosen):
             continue
         yield from other_fills(suspect, chosen, name, where)
-        yield from other_masks(suspect, chosen, name, where)
+        yield from weak_fills(suspect, chosen, where) if name == "add" else ()
+        for variant in other_masks(suspect, chosen, name, where):
+            yield variant
+            yield from then_nan(suspect, variant)
+    yield from behind(suspect, ops)
     for op in suspect.named("add"):
         if op.switches and len(op.shapes) == 2:
             for shows in (True, False):
@@ -78,22 +82,78 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
                     "add the mask to the scores, as torch does with masks that are no booleans",
                     suspect.edited([op], "number as mask", shows=shows),
                 )
-    for op in suspect.named("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul"):
-        if op.dtypes[:2] == ("bool", "bool"):
-            for way in ("or", "and", "xor"):
-                if way not in op.name:
+    yield from joined(suspect)
+
+
+JOINS = ("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul")
+
+
+def joined(suspect: Suspect) -> Iterator[Variant]:
+    """Two masks that are joined otherwise, or one of which is left out or is another, such as a causal one beside padding."""
+    for op in suspect.named(*JOINS):
+        if op.dtypes[:2] != ("bool", "bool"):
+            continue
+        for way in ("or", "and", "xor"):
+            if way not in op.name:
+                edit = suspect.edited([op], "logic", way=way)
+                yield Variant(f"Flax joins two masks by {way}", f"join them as torch does: {op.name}", edit)
+        for at, word in ((0, "first"), (1, "second")):
+            shape, which = op.shapes[at], f", the {word} of two that are joined"
+            left = suspect.edited([op], "other operand" if at == 0 else "left out")
+            yield Variant(f"a mask is not used{which}", "join all masks that torch joins", left)
+            for way, what, change in ways_of(shape):
+                yield Variant(f"{what}{which}", change, suspect.edited([op], "mask", way=way, at=at))
+            for way in ("causal", "causal shown") if len(shape) > 1 and shape[-2] > 1 else ():
+                for steps in diagonals(shape):
                     yield Variant(
-                        f"Flax joins two masks by {way}",
-                        f"join them as torch does: {op.name}",
-                        suspect.edited([op], "logic", way=way),
+                        f"the causal mask is {told_diagonal(steps, shape)}{which}",
+                        "line the diagonal up as torch does: jnp.tril(..., k=...)",
+                        suspect.edited([op], "mask", way=way, at=at, steps=steps),
                     )
 
 
-def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
-    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
-    if place is None:
-        return
-    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
+def diagonals(shape: tuple[int, ...]) -> list[int]:
+    """By how much the diagonal of a causal mask may be moved: for as many queries as keys, and for fewer."""
+    rest = shape[-1] - shape[-2]
+    return sorted({0, rest, 1, -1, rest - 1, rest + 1})
+
+
+def told_diagonal(steps: int, shape: tuple[int, ...]) -> str:
+    at_the = {0: "lined up at the top left", shape[-1] - shape[-2]: "lined up at the bottom right"}
+    return at_the.get(steps, f"moved by {steps}")
+
+
+def then_nan(suspect: Suspect, variant: Variant) -> Iterator[Variant]:
+    """The same, where torch gives zeros to a query that then sees no key, and Flax NaN."""
+    assert isinstance(variant.values, Edited)
+    safe: Edits = {op.number: ("softmax", {"hidden": "nan"}) for op in suspect.named("safe_softmax")}
+    if safe:
+        what = f"{variant.what}; a query that then sees no key gets NaN"
+        yield Variant(what, variant.change, Edited(suspect, {**variant.values.edits, **safe}))
+
+
+def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
+    """A mask that is applied to the weights, when softmax has counted what it hides."""
+    places = {"masked_fill": 1, "where": 0, "add": 1}
+    for softmax in suspect.named("softmax", "safe_softmax"):
+        before = [op for op in ops if op.number < softmax.number and op.name.rstrip("_") in places]
+        for share in (False, True) if before else ():
+            aside: dict[str, Any] = {}
+            mask = before[-1]
+            edits: Edits = {
+                mask.number: ("set aside", {"aside": aside, "at": places[mask.name.rstrip("_")]}),
+                softmax.number: ("hidden behind", {"aside": aside, "share": share}),
+            }
+            rest = ", and the rest is brought back to a sum of 1" if share else ""
+            yield Variant(
+                f"the mask is applied behind softmax, to the weights{rest}",
+                "hide the scores before softmax: jnp.where(mask, scores, -inf)",
+                Edited(suspect, edits),
+            )
+
+
+def ways_of(shape: tuple[int, ...]) -> list[tuple[str, str, str]]:
+    """What may be done to a mask of that shape: the edit, in words, and what to do."""
     ways = [
         (
             "inverted",
@@ -110,7 +170,15 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
         ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
         if shape[-1] == shape[-2]:
             ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
-    for way, what, change in ways:
+    return ways
+
+
+def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
+    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
+    if place is None:
+        return
+    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
+    for way, what, change in ways_of(shape):
         yield Variant(f"{what}{where}", change, suspect.edited(chosen, "mask", way=way, at=place))
     if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[0] > 1:
         yield Variant(
@@ -119,13 +187,9 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
             suspect.edited(chosen, "mask", way="broadcast over queries", at=place),
         )
     if len(shape) > 1 and shape[-2] > 1:
-        rows, columns = shape[-2:]
-        for steps in sorted({0, columns - rows, 1, -1, columns - rows - 1, columns - rows + 1}):
-            named = {0: "lined up at the top left", columns - rows: "lined up at the bottom right"}.get(
-                steps, f"moved by {steps}"
-            )
+        for steps in diagonals(shape):
             yield Variant(
-                f"the causal mask is {named}{where}",
+                f"the causal mask is {told_diagonal(steps, shape)}{where}",
                 "line the diagonal up as torch does: jnp.tril(..., k=...)",
                 suspect.edited(chosen, "mask", way="causal", at=place, steps=steps),
             )
@@ -144,18 +208,21 @@ def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str
 
 
 FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6)
+# Numbers that hide nothing: a mask that multiplies the scores leaves 0 there.
+WEAK = (0.0, -1.0, -10.0, -100.0, -1e3, -1e5)
 
 
 def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
     """Another number in hidden places; it shows where a query sees nothing."""
     if name == "masked_fill" and len(chosen[0].args) > 2 and chosen[0].args[2] is not None:
         mine = chosen[0].args[2]
-        for value in FILLS:
+        for value in (*FILLS, *WEAK):
             if value != mine:
                 finite = f"finite in Flax, as {value:g}," if math.isinf(mine) else f"{value:g} in Flax"
                 got = "NaN" if math.isinf(value) else "the average of all values"
+                got = "no place is hidden" if value in WEAK else f"a query that sees nothing gets {got}"
                 yield Variant(
-                    f"hidden scores are {finite} and {mine:g} in torch{where}: a query that sees nothing gets {got}",
+                    f"hidden scores are {finite} and {mine:g} in torch{where}: {got}",
                     f"fill with {mine:g}",
                     suspect.edited(chosen, "argument", index=2, value=value),
                 )
@@ -165,6 +232,16 @@ def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str
                         f"jnp.where(mask, {mine:g}, scores)",
                         suspect.edited(chosen, "fill added", value=value),
                     )
+
+
+def weak_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
+    """Hidden scores that are set to a number, where torch adds a mask of minus infinity."""
+    for value in (*WEAK, *FILLS):
+        yield Variant(
+            f"hidden scores are {value:g} in Flax where torch adds its mask{where}",
+            "hide by jnp.where(mask, scores, -jnp.inf)",
+            suspect.edited(chosen, "refilled", value=value),
+        )
 
 
 def hidden_rows(suspect: Suspect) -> Iterator[Variant]:

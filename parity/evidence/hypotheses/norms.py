@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.suspect import Suspect, Variant
+from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant
+from parity.evidence.trial import is_array
 
 NORMS = {"native_layer_norm": 4, "native_group_norm": 7, "native_batch_norm": 7, "batch_norm_no_training": 6}
 NORMS |= {"native_batch_norm_legit_no_training": 6, "native_batch_norm_legit": 7, "cudnn_batch_norm": 7, "fused_rms_norm": 3}
@@ -23,6 +24,32 @@ def epsilon(suspect: Suspect) -> Iterator[Variant]:
             yield from another_constant(suspect, op, place, op.args[place])
         elif name in ADDS and len(op.args) > 1 and isinstance(op.args[1], float) and 0 < op.args[1] <= 1e-2:
             yield from another_constant(suspect, op, 1, op.args[1])
+    yield from outside_the_root(suspect)
+
+
+def outside_the_root(suspect: Suspect) -> Iterator[Variant]:
+    """The small number added to the root, not under it; of any size, since it is then another quantity."""
+    layers = [(op, op, op.args[4], "norm") for op in suspect.named("native_layer_norm")]
+    inside = [
+        op for op in suspect.named("add") if len(op.args) > 1 and isinstance(op.args[1], float) and 0 < op.args[1] <= 1e-2
+    ]
+    roots = suspect.named("sqrt", "rsqrt")
+    by_hand = [(add, root, add.args[1], "root") for add in inside for root in roots if root.number == add.number + 1]
+    for add, root, mine, kind in (*layers, *by_hand):
+
+        def values(number: float, add: Operation = add, root: Operation = root, kind: str = kind) -> Any:
+            if kind == "norm":
+                return suspect.again({root.number: ("norm", {"way": "epsilon outside", "epsilon": number})})
+            settings = {"by": number, "inverse": root.name.startswith("rsqrt")}
+            return suspect.again({add.number: ("left out", {}), root.number: ("epsilon outside", settings)})
+
+        tried = dict.fromkeys((mine, *EPSILONS))
+        if not any(suspect.explained(values(number))[0] for number in tried):
+            found = suspect.solved(values, list(tried))
+            tried |= dict.fromkeys([float(f"{found:.3g}"), found] if found is not None else [])
+        for number in tried:
+            what = f"{number:.6g} is added to the root in Flax, {mine:g} under it in torch"
+            yield Variant(what, f"jnp.sqrt(variance + {mine:g})", lambda n=number, v=values: v(n))
 
 
 def another_constant(suspect: Suspect, op: Operation, place: int, mine: float) -> Iterator[Variant]:
@@ -44,6 +71,7 @@ def another_constant(suspect: Suspect, op: Operation, place: int, mine: float) -
 
 def variance(suspect: Suspect) -> Iterator[Variant]:
     """A divisor of n where torch has n - 1, or the other way round; a norm that is another one."""
+    yield from means(suspect)
     for op in suspect.operations:
         if op.name in ("var", "std", "var_mean", "std_mean"):
             mine = op.kwargs.get("correction", 1)
@@ -57,18 +85,42 @@ def variance(suspect: Suspect) -> Iterator[Variant]:
             for way, what, change in (
                 ("unbiased", "the variance is divided by n - 1", "divide by n: jnp.var without ddof"),
                 ("without mean", "the mean is not subtracted: an RMS norm", "use nnx.LayerNorm"),
-                ("epsilon outside", "epsilon is added outside the root", "add it to the variance"),
                 ("without scale", "scale and bias are not used", "use both"),
             ):
                 yield Variant(what, change, suspect.edited([op], "norm", way=way))
-        if op.name == "native_group_norm":
-            groups_, channels = op.args[6], op.args[4]
-            for count in [c for c in range(1, channels + 1) if channels % c == 0 and c != groups_]:
-                yield Variant(
-                    f"Flax makes {count} groups, torch {groups_}",
-                    f"set num_groups={groups_}",
-                    suspect.edited([op], "argument", index=6, value=count),
-                )
+
+
+def groups_of_channels(suspect: Suspect) -> Iterator[Variant]:
+    """A group norm over other groups: another number of them, or channels dealt out one by one."""
+    for op in suspect.named("native_group_norm"):
+        mine, channels = op.args[6], op.args[4]
+        for count in [c for c in range(1, channels + 1) if channels % c == 0 and c != mine]:
+            yield Variant(
+                f"Flax makes {count} groups, torch {mine}",
+                f"set num_groups={mine}",
+                suspect.edited([op], "argument", index=6, value=count),
+            )
+
+
+def means(suspect: Suspect) -> Iterator[Variant]:
+    """A mean subtracted where torch takes the root mean square, or the other way round."""
+    given = suspect.trial.torch.args
+    scales = suspect.named("rsqrt", "sqrt", "fused_rms_norm", "rms_norm", "pow", "linalg_vector_norm")
+    if scales and given and is_array(given[0]) and given[0].dtype.kind == "f" and given[0].ndim > 1:
+        x = given[0]
+        yield Variant(
+            "the mean is subtracted first, as in a layer norm: torch divides by the root mean square of the values themselves",
+            "divide by jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps), or use nnx.RMSNorm",
+            lambda: suspect.again(args=(x - x.mean(-1, keepdims=True), *given[1:])),
+        )
+    centred = [op for op in suspect.named("sub") if len(op.shapes) == 2 and op.shapes[0] != op.shapes[1]]
+    centred = [op for op in centred if op.shapes[0] == op.shape and op.shapes[1] == (*op.shape[:-1], 1)]
+    spread = suspect.named("var", "var_mean")
+    left_out: Edits = {op.number: ("left out", {}) for op in centred}
+    squares: Edits = {op.number: ("mean square", {}) for op in spread}
+    for edits in ({**left_out, **squares}, left_out) if spread and centred else (left_out,) if centred else ():
+        what = "the mean is not subtracted" + (": an RMS norm" if squares and edits is not left_out else "")
+        yield Variant(what, "subtract the mean", Edited(suspect, edits))
 
 
 def batch_statistics(suspect: Suspect) -> Iterator[Variant]:

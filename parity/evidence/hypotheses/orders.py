@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from parity.evidence.calls import Operation
+from parity.evidence.calls import Operation, fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.trees import flatten
+from parity.evidence.trial import is_array
 
 
 def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
@@ -26,6 +28,35 @@ def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
+SUMMARIES = {"mean": "mean", "sum": "sum", "amax": "largest", "max": "largest", "amin": "smallest", "min": "smallest"}
+
+
+def summaries(suspect: Suspect) -> Iterator[Variant]:
+    """A mean where torch takes the largest, the first position where it takes the last, and so on, along the same axis."""
+    for op in suspect.named(*SUMMARIES, "select"):
+        if len(op.args) < 2 or not op.shapes or (op.name == "select" and len(op.args) < 3):
+            continue
+        dims = tuple(op.args[1]) if isinstance(op.args[1], tuple | list) else (op.args[1],)
+        if not dims or not all(isinstance(dim, int) for dim in dims):
+            continue
+        shape, mine = op.shapes[0], SUMMARIES.get(op.name, f"position {op.args[2]}" if op.name == "select" else "")
+        for other in dict.fromkeys(SUMMARIES.values()):
+            if other != mine:
+                yield Variant(
+                    f"Flax takes the {other} along axis {dims} where torch takes the {mine}",
+                    f"take the {mine}",
+                    suspect.edited([op], "summary", dims=dims, to=other),
+                )
+        last = shape[dims[0]] - 1
+        for position in dict.fromkeys((0, last, 1, last - 1)) if len(dims) == 1 else ():
+            if not (op.name == "select" and op.args[2] % shape[dims[0]] == position):
+                yield Variant(
+                    f"Flax takes position {position} along axis {dims[0]} where torch takes the {mine}",
+                    f"take the {mine}",
+                    suspect.edited([op], "summary", dims=dims, to="position", position=position),
+                )
+
+
 def heads(suspect: Suspect) -> Iterator[Variant]:
     """Heads split or merged by a bare reshape, or with heads and width in the other order."""
     moves = [op for op in suspect.operations if op.name in ("transpose", "permute") and len(op.shape) > 2]
@@ -42,7 +73,7 @@ def heads(suspect: Suspect) -> Iterator[Variant]:
     for pairs, edit, word in ((splits, "split minor", "split"), (joins, "joined minor", "merged")):
         for where, chosen in groups(op for op, _ in pairs):
             axis = next((axis for op, axis in pairs if chosen and op.number == chosen[0].number), None)
-            if chosen and axis is not None:
+            if chosen and axis is not None and not (edit == "joined minor" and in_space(suspect, chosen[0])):
                 yield Variant(
                     f"heads are {word} in the order (width, heads){where}",
                     f"{word.removesuffix('d')} as (heads, width)",
@@ -61,8 +92,34 @@ def split_axis(joined: tuple[int, ...], split: tuple[int, ...]) -> int | None:
     return None
 
 
+def in_space(suspect: Suspect, op: Operation) -> bool:
+    """Whether an operation takes what a layer over images returns: its last axes are height and width."""
+    found = {
+        fingerprint(array)
+        for key in suspect.isolator.children.get(suspect.trial.torch.key, ())
+        if any(word in suspect.isolator.torch_layers[key[0]].kinds[0] for word in ("Conv", "Pool", "BatchNorm", "Upsample"))
+        for _, array in flatten(suspect.isolator.calls[key].output, is_array)
+        if is_array(array)
+    }
+    return any(number in found for number in op.operands.values())
+
+
+def columns_first(suspect: Suspect) -> Iterator[Variant]:
+    """Height and width of an image laid in one row column by column."""
+    for op in suspect.operations:
+        if op.name in ("view", "_unsafe_view", "unsafe_view") and op.shapes and in_space(suspect, op):
+            axis = split_axis(op.shape, op.shapes[0])
+            if axis is not None:
+                yield Variant(
+                    f"Flax lays axes {axis} and {axis + 1} of {op.shapes[0]} in one row column by column, torch row by row",
+                    "reshape without exchanging height and width before",
+                    suspect.edited([op], "joined minor", axis=axis),
+                )
+
+
 def flattened(suspect: Suspect) -> Iterator[Variant]:
-    """Channels first or last before all is laid in one row."""
+    """Channels first or last before all is laid in one row; height and width exchanged before."""
+    yield from columns_first(suspect)
     views = [op for op in suspect.operations if op.name in ("view", "_unsafe_view") and op.shapes and len(op.shapes[0]) > 2]
     for where, chosen in groups(op for op in views if len(op.shape) < len(op.shapes[0])):
         if chosen:
@@ -74,7 +131,14 @@ def flattened(suspect: Suspect) -> Iterator[Variant]:
 
 
 def pieces(suspect: Suspect) -> Iterator[Variant]:
-    """The pieces of a split (q, k, v; gate and value) in another order."""
+    """The pieces of a split (q, k, v; gate and value), or of what is put together, in another order."""
+    yield from joined_pieces(suspect)
+    for op in suspect.named("glu"):
+        yield Variant(
+            "the first half of a gated linear unit is taken for the gate",
+            "value * sigmoid(gate), where the value is the first half",
+            suspect.edited([op], "gated", value="identity", gate="sigmoid", exchanged=True),
+        )
     by_count: dict[int, list[Operation]] = {}
     for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
         by_count.setdefault(pieces_of(op), []).append(op)
@@ -87,6 +151,19 @@ def pieces(suspect: Suspect) -> Iterator[Variant]:
                     f"the {count} pieces of a split are taken in the order {order}{where}",
                     "take them in torch's order",
                     suspect.edited(chosen, "parts", order=order),
+                )
+
+
+def joined_pieces(suspect: Suspect) -> Iterator[Variant]:
+    """What is put together (a skip connection, both directions, a class token) in another order."""
+    for op in suspect.named("cat", "stack", "concat"):
+        count = len([path for path in op.operands if len(path) == 2])
+        for order in itertools.permutations(range(count)) if 1 < count <= 4 else ():
+            if order != tuple(range(count)):
+                yield Variant(
+                    f"{count} pieces are put together in the order {order}",
+                    "put them together in torch's order",
+                    suspect.edited([op], "joined", order=order),
                 )
 
 

@@ -1,14 +1,16 @@
 """Weights that are not torch's, or that the Flax code uses otherwise than torch does."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from parity.evidence.calls import fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
-from parity.evidence.hypotheses.weight import Weight
+from parity.evidence.hypotheses.weight import Arrays, Weight
+from parity.evidence.trial import is_array
 
 GATES = {"LSTM": "ifgo", "LSTMCell": "ifgo", "GRU": "rzn", "GRUCell": "rzn"}
 COPY = "copy it again with parity.transfer(torch_model, flax_model)"
@@ -26,33 +28,38 @@ def not_torchs(suspect: Suspect) -> Iterator[Variant]:
     unequal = [weight for weight in suspect.weights if not weight.equal]
     if not unequal:
         return
-    told = [(weight, way_of(weight, suspect)) for weight in unequal]
-    strangers = [w for w, way in told if not way]
     whole = {weight.path: weight.flax for weight in unequal}
-    if len(strangers) == len(suspect.weights) and all(unrelated(w) for w in strangers):
-        name = ", ".join(w.path for w in strangers)
+    yield Variant(*ways_of(unequal, suspect.arrays), with_weights(suspect, whole))
+
+
+def ways_of(unequal: Sequence[Weight], arrays: Arrays) -> tuple[str, str]:
+    """How the arrays of one module that are not torch's come from torch's, and what to do."""
+    told = [(weight, way_of(weight, arrays)) for weight in unequal]
+    strangers = [w for w, way in told if not way]
+    first = len(unequal) == len(arrays.own) and all(w in strangers or initial(w.flax) for w in unequal)
+    if strangers and first and all(unrelated(w) for w in strangers):
+        name = ", ".join(w.path for w in unequal)
         what = f"{name}: Flax's have nothing to do with torch's: they were not loaded, and hold their first random values"
-        yield Variant(what, "copy the weights with parity.transfer(torch_model, flax_model)", with_weights(suspect, whole))
-        return
-    sentences = [f"{weight.path}: {way or count_of(weight)}" for weight, way in told]
-    yield Variant("; ".join(sentences), COPY, with_weights(suspect, whole))
+        return what, "copy the weights with parity.transfer(torch_model, flax_model)"
+    return "; ".join(f"{weight.path}: {way or count_of(weight)}" for weight, way in told), COPY
 
 
-def way_of(weight: Weight, suspect: Suspect) -> str:
+def way_of(weight: Weight, arrays: Arrays) -> str:
     """How Flax's array comes from torch's, '' if that is not known."""
     mine, theirs = weight.torch, weight.flax
-    for other in suspect.weights:
-        if other.path != weight.path and other.torch.shape == theirs.shape and np.array_equal(other.torch, theirs):
-            return f"Flax has torch's {other.path} there"
+    if not initial(theirs):
+        for other in arrays.of_shape(theirs.shape):
+            if other.path != weight.path and np.array_equal(other.torch, theirs):
+                return f"Flax has torch's {other.path} there"
     if len(weight.pairs) > 1:
         blocks = [Weight(one.source.path, [one]) for one in weight.pairs]
-        told = [f"{block.path.rpartition('.')[2]}: {way_of(block, suspect)}" for block in blocks if not block.equal]
+        told = [f"{block.path.rpartition('.')[2]}: {way_of(block, arrays)}" for block in blocks if not block.equal]
         if all(not sentence.endswith(": ") for sentence in told):
             return "; ".join(told)
-    for what, array in (*misread(weight), *reordered(mine, blocks_of(suspect, weight))):
+    for what, array in (*misread(weight), *reordered(mine, blocks_of(arrays.kinds, weight)), *permuted(mine, theirs)):
         if array.shape == theirs.shape and np.array_equal(array, theirs):
             return what
-    if theirs.size and (theirs == theirs.flat[0]).all() and theirs.flat[0] in (0, 1) and mine.ndim == 1:
+    if initial(theirs) and mine.ndim == 1:
         return f"in Flax it is {theirs.flat[0]:g} everywhere, its initial value: it was not loaded"
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float32):
         with np.errstate(over="ignore"):
@@ -60,6 +67,24 @@ def way_of(weight: Weight, suspect: Suspect) -> str:
                 return f"Flax's was rounded to {np.dtype(dtype)} on its way"
     factor = scale_of(mine, theirs)
     return f"Flax's is {factor:.6g} times torch's" if factor else ""
+
+
+def initial(array: np.ndarray) -> bool:
+    """Whether it is what biases and scales begin with."""
+    return bool(array.size and (array == array.flat[0]).all() and array.flat[0] in (0, 1))
+
+
+def permuted(mine: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Rows or columns in another order, told as heads and widths exchanged where it is that."""
+    for axis in range(min(mine.ndim, 2)) if mine.shape == theirs.shape else ():
+        places = {row.tobytes(): number for number, row in enumerate(np.moveaxis(mine, axis, 0))}
+        order = [places.get(row.tobytes(), -1) for row in np.moveaxis(theirs, axis, 0)]
+        if len(places) != mine.shape[axis] or sorted(order) != list(range(len(order))):
+            continue
+        size, axes = len(order), {0: "rows (outputs)", 1: "columns (inputs)"}
+        cuts = [n for n in range(2, size) if size % n == 0 and order == list(np.arange(size).reshape(n, -1).T.ravel())]
+        which = f": cut into {cuts[0]} and {size // cuts[0]}, those are exchanged, as heads and widths may be" if cuts else ""
+        yield f"Flax's has torch's {axes[axis]} in another order{which}", np.take(mine, order, axis)
 
 
 def misread(weight: Weight) -> Iterator[tuple[str, np.ndarray]]:
@@ -107,10 +132,10 @@ def moved(mine: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield f"Flax's has torch's axes in the order {axes}, turned round in space", np.flip(turned, spatial)
 
 
-def blocks_of(suspect: Suspect, weight: Weight) -> tuple[str, ...]:
+def blocks_of(kinds: Sequence[str], weight: Weight) -> tuple[str, ...]:
     """The blocks of rows of which a torch array is made up."""
     for kind, gates in GATES.items():
-        if suspect.is_a(kind) and weight.name.startswith(("weight_", "bias_")):
+        if f"torch.nn.{kind}" in kinds and weight.name.startswith(("weight_", "bias_")):
             return tuple(gates)
     if weight.name.startswith("in_proj"):
         return ("q", "k", "v")
@@ -172,6 +197,7 @@ def bias(suspect: Suspect) -> Iterator[Variant]:
 
 def unused(suspect: Suspect) -> Iterator[Variant]:
     """A scale forgotten, or read as an offset from one."""
+    yield from factors_left_out(suspect)
     for weight in suspect.weights:
         if weight.torch.ndim != 1 or "weight" not in weight.name:
             continue
@@ -185,6 +211,16 @@ def unused(suspect: Suspect) -> Iterator[Variant]:
             "multiply by the scale itself",
             with_weights(suspect, plus),
         )
+
+
+def factors_left_out(suspect: Suspect) -> Iterator[Variant]:
+    """A parameter by which torch multiplies, of any shape and name, that Flax leaves out."""
+    names = {fingerprint(w.torch.astype(suspect.isolator.dtype or w.torch.dtype)): w.path for w in suspect.weights}
+    for op in suspect.named("mul", "div"):
+        for path, edit in (((0,), "other operand"), ((1,), "left out")):
+            name = names.get(op.operands.get(path, -1))
+            if name and len(op.shapes) == 2 and op.shapes[1 - path[0]] == op.shape:
+                yield Variant(f"{name} is not used", f"multiply by the scale {name}", suspect.edited([op], edit))
 
 
 def statistics(suspect: Suspect) -> Iterator[Variant]:
@@ -218,7 +254,7 @@ def transposed_in_code(suspect: Suspect) -> Iterator[Variant]:
 
 def gate_order(suspect: Suspect) -> Iterator[Variant]:
     """Gates of a recurrent layer, or q, k and v, read in another order; a bias that stands inside or outside a gate."""
-    arrays = {w.path: (w, blocks_of(suspect, w)) for w in suspect.weights}
+    arrays = {w.path: (w, blocks_of(suspect.arrays.kinds, w)) for w in suspect.weights}
     extra = {u.path: u for u in suspect.unpaired_weights}
     names = next((n for _, n in arrays.values() if n), ())
     if not names:
@@ -259,6 +295,7 @@ def plus_one(array: np.ndarray, block: int, count: int) -> np.ndarray:
 
 def per_head(suspect: Suspect) -> Iterator[Variant]:
     """A fused projection cut per head, or heads split with the head axis inside."""
+    yield from fused_answers(suspect)
     heads: Any = suspect.torch_layer.settings("num_heads") or suspect.torch_layer.settings("n_heads")
     fused = {w.path: w.torch for w in suspect.weights if w.torch.shape and w.torch.shape[0] % 3 == 0}
     fused = {p: a for p, a in fused.items() if p.rpartition(".")[2].startswith(("in_proj", "qkv", "c_attn"))}
@@ -276,6 +313,34 @@ def per_head(suspect: Suspect) -> Iterator[Variant]:
         "cut into q, k and v first, then into heads",
         with_weights(suspect, weights),
     )
+
+
+def fused_answers(suspect: Suspect) -> Iterator[Variant]:
+    """What one layer returns for all of q, k and v, cut in another order of pieces, heads and width."""
+    cuts = suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split", "slice")
+    counts = {2, 3} if cuts else set()
+    heads = {size for op in suspect.operations if len(op.shape) > 3 for size in op.shape[1:]} - {1}
+    for key in suspect.isolator.children.get(suspect.trial.torch.key, ()) if counts else ():
+        one = suspect.isolator.calls[key]
+        answers = suspect.trial.replies.get(one.path)
+        if answers is None or not is_array(one.output) or one.output.ndim < 2 or one.call or len(answers) > 1:
+            continue
+        width = one.output.shape[-1]
+        for count, head in itertools.product(sorted(counts), sorted(heads)):
+            if width % (count * head) or width == count * head:
+                continue
+            sizes = {"pieces": count, "heads": head, "width": width // (count * head)}
+            for order in itertools.permutations(sizes):
+                if order != tuple(sizes):
+                    # Read in that order, laid in torch's.
+                    cut = one.output.reshape(*one.output.shape[:-1], *(sizes[name] for name in order))
+                    back = [cut.ndim - 3 + order.index(name) for name in sizes]
+                    value = cut.transpose(*range(cut.ndim - 3), *back).reshape(one.output.shape)
+                    yield Variant(
+                        f"Flax reads what {one.path} returns as ({', '.join(order)}), torch as ({', '.join(sizes)})",
+                        f"reshape to ({', '.join(sizes)}): {count} pieces first, then {head} heads",
+                        lambda path=one.path, v=value: suspect.again(replies={**suspect.trial.replies, path: [v]}),
+                    )
 
 
 def weight_norm(suspect: Suspect) -> Iterator[Variant]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.evidence.hypotheses.suspect import Suspect, Variant, groups
+from parity.evidence.hypotheses.suspect import Suspect, Values, Variant, groups
 from parity.evidence.numerics import finite_scale, largest_gap, numpy_float
 from parity.evidence.trees import mapped
 from parity.evidence.trial import is_array
@@ -42,6 +42,27 @@ def precision(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
+# Settings of Flax's layers by which they compute in a dtype of their own, and what leaves it to the arguments.
+PINS: dict[str, Any] = {"dtype": None, "preferred_element_type": None, "force_fp32_for_softmax": True}
+
+
+def pinned(suspect: Suspect) -> Iterator[Variant]:
+    """A setting by which Flax's layer computes in a narrower dtype: without it the layer is torch's."""
+    expected, actual = suspect.trial.expected, suspect.trial.actual
+    for name, free in PINS.items():
+        given = suspect.flax_layer.settings(name)
+        if given is None or given == free or str(given) == "float64":
+            continue
+
+        def values(name: str = name, free: Any = free) -> Values:
+            other = suspect.flax_again(settings={name: free})
+            alike = [p for p in suspect.differing if suspect.distance(p, expected[p], other.get(p)) <= 1]
+            return {place: actual[place] for place in alike}
+
+        said = getattr(given, "__name__", given)
+        yield Variant(f"Flax's layer computes with {name}={said}", f"leave out {name}={said}", values)
+
+
 SIZES = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
@@ -49,6 +70,7 @@ def size_of_rounding(suspect: Suspect) -> Iterator[Variant]:
     """A difference that is as large as rounding in a narrower dtype makes it, wherever that happens."""
     expected, actual = suspect.trial.expected, suspect.trial.actual
     places = [p for p in suspect.differing if is_array(expected.get(p)) and is_array(actual.get(p))]
+    places = [p for p in places if expected[p].shape == actual[p].shape]
     if len(places) < len(suspect.differing):
         return
     sizes = [largest_gap(expected[p], actual[p]) / (finite_scale(expected[p]) or 1.0) for p in places]

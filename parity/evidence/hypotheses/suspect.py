@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.weight import Weight
+from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import bound, in_parts, torch_again
-from parity.evidence.numerics import finite_scale, largest_gap, same_specials
+from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
-from parity.evidence.trial import Place, Trial, by_argument, is_array
+from parity.evidence.trial import Place, Trial, by_argument, is_array, like
 from parity.weights.leaf import Layer, Leaf
-from parity.weights.pairing import Pair
 
 # A difference that falls below so many times what rounding explains counts as gone: torch's module under
 # a hypothesis may compute in another order than Flax's.
@@ -40,12 +39,16 @@ class Variant:
         change: what to write in the Flax code instead.
         values: computes it, by place; a place that is left out says nothing.
         unit: what may be left of the difference, in units of the largest value; 0 lets rounding alone be left.
+        name: of the cause, if it is another than the hypothesis's.
+        whole: whether it is a cause only if it explains every place of which it says something.
     """
 
     what: str
     change: str
     values: Callable[[], Values] = field(compare=False, repr=False)
     unit: float = 0.0
+    name: str = ""
+    whole: bool = False
 
 
 class Suspect:
@@ -64,6 +67,8 @@ class Suspect:
         # Weights that are known to be Flax's own, and edits taken for granted: hypotheses are tried on top of them.
         self.baseline: Mapping[str, np.ndarray] = {}
         self.base: Edits = {}
+        # Differing places that no cause found so far explains, in words.
+        self.open: Sequence[str] = ()
         self.before = {place: self.ratio(place, trial.expected.get(place)) for place in {**trial.expected, **trial.actual}}
         self.differing = [
             place for place, ratio in self.before.items() if (ratio > 1 if differing is None else str(place) in differing)
@@ -104,12 +109,13 @@ class Suspect:
     def weights(self) -> list[Weight]:
         """The arrays of torch's module that no answering module below holds, each with Flax's in torch's layout."""
         answering = tuple(f"{name}." for name in self.trial.replies)
-        found: dict[str, list[Pair]] = {}
-        for one in self.subject.pairing.pairs:
-            path = one.source.array_path
-            if under(path, self.path) and not path.startswith(answering or "\0"):
-                found.setdefault(path, []).append(one)
-        return [Weight(path, pairs) for path, pairs in found.items()]
+        every = self.isolator.weights
+        return [w for path, w in every.items() if under(path, self.path) and not path.startswith(answering or "\0")]
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The same, beside those of the whole model."""
+        return Arrays(self.torch_layer.kinds, self.weights, self.isolator.weights)
 
     @cached_property
     def unpaired_weights(self) -> list[Leaf]:
@@ -148,9 +154,33 @@ class Suspect:
             changes["weights"] = {**self.baseline, **(weights or {})}
         return torch_again(self.trial, self.subject, **changes)
 
+    def answer_of(self, child: str, value: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """What torch's module below returns for one array, and how much of it rounding explains, in units of its scale.
+
+        None if it does not take the array, or returns a tree.
+        """
+        runs = []
+        for watch in (None, self.subject.torch.Shaken(UNIT, self.subject.seed)):
+            try:
+                with self.subject.torch.pinned():
+                    run = self.subject.torch.alone(
+                        self.subject.torch_model, child, (value,), {}, dtype=self.isolator.dtype, watch=watch
+                    )
+            except Exception:
+                return None
+            runs.append(run.outputs.get(""))
+        first, other = runs
+        if not is_array(first) or first.dtype.kind != "f":
+            return None
+        return first, SEMANTICS_FACTOR * largest_gap(other, first) / (finite_scale(first) or 1.0)
+
     def edited(self, chosen: Iterable[Operation], edit: str, **settings: Any) -> "Edited":
         """The module with one edit at each of the chosen operations."""
         return Edited(self, {op.number: (edit, settings) for op in chosen})
+
+    def edited_each(self, edits: Iterable[tuple[Operation, str, Mapping[str, Any]]]) -> "Edited":
+        """The module with an edit of its own at each of some operations."""
+        return Edited(self, {op.number: (edit, settings) for op, edit, settings in edits})
 
     def flax_again(self, **changes: Any) -> Values:
         """Flax's module once more on the same arguments, at the places that are its own outputs."""
@@ -169,9 +199,15 @@ class Suspect:
 
     def ratio(self, place: Place, value: Any, unit: float = 0.0) -> float:
         """How far Flax's value is from another one, in units of what rounding explains."""
-        actual = self.trial.actual.get(place)
+        return self.distance(place, value, self.trial.actual.get(place), unit)
+
+    def distance(self, place: Place, value: Any, actual: Any, unit: float = 0.0) -> float:
+        """How far a value is from one of torch's, in units of what rounding explains."""
         if not is_array(actual) or not is_array(value):
             return 0.0 if type(actual) is type(value) and bool(actual == value) else float("inf")
+        if actual.dtype == value.dtype == bool:
+            # A mask hides the same, however much of it is spelled out.
+            actual, value = like(actual, value), like(value, actual)
         if actual.shape != value.shape:
             return float("inf")
         a, b = in_parts(actual), in_parts(value)
@@ -195,7 +231,9 @@ class Suspect:
             actual, value = self.trial.actual.get(place), values.get(place)
             if not is_array(actual) or not is_array(value) or actual.shape != value.shape:
                 return np.zeros(0)
-            rows.append((in_parts(value) - in_parts(actual)).ravel())
+            # Of infinities on both sides nothing is left.
+            with np.errstate(invalid="ignore"):
+                rows.append((in_parts(value) - in_parts(actual)).ravel())
         row = np.concatenate(rows) if rows else np.zeros(0)
         return row if np.isfinite(row).all() else np.zeros(0)
 
@@ -212,7 +250,8 @@ class Suspect:
         Gauss and Newton's steps on the logarithm, so that an epsilon is found as well as a factor.
         """
         tried = [(norm(self.residual(values(number))), number) for number in start]
-        size, best = min(tried, key=lambda t: t[0])
+        size, first = min(tried, key=lambda t: t[0])
+        best = first
         if not np.isfinite(size):
             return None
         for _ in range(STEPS):
@@ -227,7 +266,8 @@ class Suspect:
             best *= float(np.exp(move))
             if abs(move) < 1e-13:
                 break
-        return best if norm(self.residual(values(best))) < size else None
+        # Where a start is the number itself, the steps move it by rounding alone.
+        return best if norm(self.residual(values(best))) < size else first
 
 
 @dataclass(frozen=True)
@@ -247,7 +287,7 @@ class Edited:
 
 
 def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]:
-    """All operations of a kind together, those of one shape together, and each alone; with words that tell which."""
+    """All operations of a kind together, those of one shape together, every second or third, and each alone; with words."""
     all_ = list(chosen)
     yield "", all_
     if len(all_) < 2:
@@ -258,10 +298,15 @@ def groups(chosen: Iterable[Operation]) -> Iterator[tuple[str, list[Operation]]]
     for shape, those in shapes.items():
         if 1 < len(those) < len(all_):
             yield f" where it takes {shape[0][0]}", those
+    # In a loop over a sequence the same operation stands once or several times in each step.
+    for period in (2, 3, 4) if len(all_) >= 4 else ():
+        for first in range(period) if len(all_) % period == 0 and len(all_) > period else ():
+            yield f" (the {ORDINALS[first]} of every {period})", all_[first::period]
     for number, op in enumerate(all_ if len(all_) <= ALONE else []):
         yield f" (number {number + 1} of {len(all_)})", [op]
 
 
+ORDINALS = ("first", "second", "third", "fourth")
 STEPS = 25
 
 

@@ -7,11 +7,17 @@ from parity.errors import InputError
 from parity.evidence.hypotheses import (
     activations,
     attention,
+    connections,
+    integers,
+    layers,
     masks,
     mode,
     norms,
     orders,
     parameters,
+    positions,
+    recurrence,
+    reductions,
     rounding,
     sums,
     tensors,
@@ -28,12 +34,14 @@ class Hypothesis:
         name: in reports.
         variants: what torch's module would compute if the Flax module were wrong in that way; any number
             of ways to be so, none if it does not apply.
-        resort: tried only where nothing before it explains all that differs.
+        resort: tried only where no cause before it explains all that differs.
+        cheap: whether it runs nothing, so that it is tried before those that run torch's module.
     """
 
     name: str
     variants: Callable[[Suspect], Iterable[Variant]]
     resort: bool = False
+    cheap: bool = False
 
 
 # Arrays that differ are a cause by themselves: all else is tried with Flax's own arrays in torch's module.
@@ -44,37 +52,57 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("dropout left on", mode.random_numbers),
     Hypothesis("epsilon", norms.epsilon),
     Hypothesis("variance", norms.variance),
+    Hypothesis("number of groups", norms.groups_of_channels),
     Hypothesis("train mode", norms.batch_statistics),
     Hypothesis("running statistics", parameters.statistics),
     Hypothesis("activation", activations.activation),
     Hypothesis("softmax scale", attention.softmax_scale),
     Hypothesis("mask", attention.masking),
-    Hypothesis("mask that is passed on", masks.given_masks),
-    Hypothesis("ids", masks.ids),
-    Hypothesis("setting that is passed on", masks.settings),
+    Hypothesis("mask that is passed on", masks.given_masks, cheap=True),
+    Hypothesis("ids", masks.ids, cheap=True),
+    Hypothesis("whole numbers", integers.wrapped),
+    Hypothesis("setting that is passed on", masks.settings, cheap=True),
     Hypothesis("fully hidden rows", attention.hidden_rows),
     Hypothesis("arguments exchanged", tensors.exchanged),
+    Hypothesis("arguments exchanged", connections.answers_exchanged),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", orders.heads),
     Hypothesis("flatten order", orders.flattened),
+    Hypothesis("directions", recurrence.directions),
     Hypothesis("order of pieces", orders.pieces),
     Hypothesis("fused projection", parameters.per_head),
     Hypothesis("gates", parameters.gate_order),
+    Hypothesis("gates", recurrence.formulas),
     Hypothesis("bias", parameters.bias),
     Hypothesis("kernel layout", parameters.transposed_in_code),
     Hypothesis("convolution", windows.convolving),
+    Hypothesis("padding", windows.padding_in_code),
     Hypothesis("pooling", windows.pooling),
     Hypothesis("resizing", windows.resizing),
+    Hypothesis("pixel shuffle", windows.shuffling),
     Hypothesis("axis", orders.softmax_axis),
+    Hypothesis("reduction", reductions.reduction),
+    Hypothesis("first state", reductions.first_state),
     Hypothesis("weight norm", parameters.weight_norm),
     Hypothesis("scale", parameters.unused),
-    Hypothesis("norm placement", tensors.norm_placement),
-    Hypothesis("residual", tensors.residual),
+    Hypothesis("norm placement", tensors.norm_placement, cheap=True),
+    Hypothesis("another layer", layers.another_layer),
+    Hypothesis("residual", tensors.residual, cheap=True),
+    Hypothesis("residual", tensors.known_term),
+    Hypothesis("guard", sums.unguarded),
     Hypothesis("factor", sums.scaling),
-    Hypothesis("another value", tensors.another_value),
-    Hypothesis("part of a value", tensors.part_of_a_value),
+    Hypothesis("factor", connections.term_factors),
+    Hypothesis("another value", tensors.another_value, cheap=True),
+    Hypothesis("another value", tensors.another_operand),
+    Hypothesis("another value", connections.left_out),
+    Hypothesis("part of a value", tensors.part_of_a_value, cheap=True),
+    Hypothesis("part of a value", orders.summaries),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
+    Hypothesis("rotary pairs", positions.halves_or_neighbours),
+    Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
+    Hypothesis("order of modules", connections.connected, resort=True),
+    Hypothesis("precision", rounding.pinned),
     Hypothesis("order of axes", tensors.axes, resort=True),
     Hypothesis("precision", rounding.precision, resort=True),
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),

@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from parity.evidence.calls import fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.trial import Place, by_argument, is_array
 
@@ -42,6 +43,22 @@ def another_value(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(f"{listed(places)} is {name}{here}", change, at_all(dict.fromkeys(places, array)))
                 for place in places if len(places) > 1 else ():
                     yield Variant(f"{place} is {name}{here}", change, at(place, array))
+
+
+def another_operand(suspect: Suspect) -> Iterator[Variant]:
+    """An operation takes another value at hand than in torch."""
+    known = known_values(suspect)
+    names = {fingerprint(array): (name, array) for name, array in known}
+    for op in suspect.operations:
+        for path, number in op.operands.items():
+            source, mine = names.get(number, ("", None))
+            for name, array in known if mine is not None else ():
+                if mine is not None and array.shape == mine.shape and name != source:
+                    yield Variant(
+                        f"{op.name.strip('_')} takes {name} in place of {source}",
+                        f"give it {source}",
+                        suspect.edited([op], "substituted", path=path, value=array),
+                    )
 
 
 def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
@@ -107,18 +124,54 @@ def norm_placement(suspect: Suspect) -> Iterator[Variant]:
 
 
 def exchanged(suspect: Suspect) -> Iterator[Variant]:
-    """Arguments of the module itself, of one shape, taken for each other."""
+    """Arguments of one shape taken for each other: the module's own, or what it gives others and returns."""
     arrays = {p: a for p, a in by_argument(suspect.trial.torch).items() if a.dtype.kind == "f" and p.startswith("args[")}
     paths = [p for p in arrays if p.count("[") == 1]
-    for order in itertools.permutations(paths) if 1 < len(paths) <= 4 else ():
-        moved = {p: o for p, o in zip(paths, order) if p != o}
-        if not moved or any(arrays[p].shape != arrays[o].shape for p, o in moved.items()):
-            continue
+    alike = [(p, o) for p, o in itertools.permutations(paths, 2) if arrays[p].shape == arrays[o].shape]
+    orders = [dict(zip(paths, order)) for order in itertools.permutations(paths)] if len(paths) <= 4 else []
+    moves = [{p: o for p, o in order.items() if p != o} for order in orders]
+    for moved in [*(m for m in moves if m and all(pair in alike for pair in m.items())), *({p: o} for p, o in alike)]:
         new = list(suspect.trial.torch.args)
         for path, other in moved.items():
             new[int(path[5:-1])] = arrays[other]
-        said = ", ".join(f"{p} is taken for {o}" for p, o in moved.items() if p < o or moved.get(o) != p)
+        said = ", ".join(told_taken(p, o, moved) for p, o in moved.items() if p < o or moved.get(o) != p)
         yield Variant(said, "use the arguments in torch's order", lambda args=tuple(new): suspect.again(args=args))
+    yield from exchanged_places(suspect)
+
+
+def told_taken(place: str, other: str, moved: Mapping[str, str]) -> str:
+    """`other` stands at `place`; of two that are exchanged the first is named first."""
+    return f"{place} is taken for {other}" if moved.get(other) == place else f"{other} is taken for {place}"
+
+
+def exchanged_places(suspect: Suspect) -> Iterator[Variant]:
+    """Two or three values that differ, each where torch has another of them."""
+    by_shape: dict[tuple[int, ...], list[Place]] = {}
+    for place in floats(suspect):
+        by_shape.setdefault(suspect.trial.expected[place].shape, []).append(place)
+    for alike in by_shape.values():
+        for count in (2, 3) if len(alike) <= FEW else (2,) if len(alike) <= MANY else ():
+            for chosen in itertools.combinations(alike, count):
+                for order in itertools.permutations(chosen):
+                    if all(a != b for a, b in zip(chosen, order)):
+                        said = ", ".join(f"what belongs at {b} stands at {a}" for a, b in zip(chosen, order))
+                        found = {a: suspect.trial.expected[b] for a, b in zip(chosen, order)}
+                        name = reordered_modules(suspect, chosen)
+                        what, change = f"values are exchanged: {said}", "exchange them back"
+                        if name:
+                            what, change = f"modules are called in another order: {said}", "call them in torch's order"
+                        yield Variant(what, change, at_all(found), whole=True, name=name)
+
+
+def reordered_modules(suspect: Suspect, places: Sequence[Place]) -> str:
+    """What values that are exchanged are called if one is made of another: modules in a row in another order; '' if none is."""
+    layers, calls = suspect.isolator.torch_layers, suspect.isolator.calls
+    below = [calls[key] for key in suspect.isolator.children.get(suspect.trial.torch.key, ())]
+    answers = [one for one in below if is_array(one.output) and any(one.path == place.child for place in places)]
+    moved = [one for one in answers if any(np.array_equal(suspect.trial.expected[p], one.output) for p in places)]
+    if not moved:
+        return ""
+    return "norm placement" if any("norm" in layers[one.path].kinds[0].lower() for one in moved) else "order of modules"
 
 
 def residual(suspect: Suspect) -> Iterator[Variant]:
@@ -144,8 +197,19 @@ def residual(suspect: Suspect) -> Iterator[Variant]:
             yield Variant(what, f"add {name}", at_all(same))
 
 
-# Values at hand beyond which they are not tried in pairs.
-MANY = 16
+def known_term(suspect: Suspect) -> Iterator[Variant]:
+    """A sum of which one term is a value at hand, and is not added."""
+    names = {fingerprint(array): name for name, array in known_values(suspect)}
+    for op in suspect.named("add"):
+        for path, edit in (((0,), "other operand"), ((1,), "left out")):
+            name = names.get(op.operands.get(path, -1))
+            if name and len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]:
+                what = f"{name} is not added: a residual is left out"
+                yield Variant(what, f"add {name}", suspect.edited([op], edit))
+
+
+# Values beyond which they are not tried in pairs, and those beyond which not by threes.
+MANY, FEW = 16, 6
 
 
 def factor(suspect: Suspect) -> Iterator[Variant]:
@@ -215,6 +279,28 @@ def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
 
         what = f"axes {first} and {second} of the arguments are taken for each other"
         yield Variant(what, "exchange them back where the module is called", values)
+    yield from backwards(suspect)
+
+
+def backwards(suspect: Suspect) -> Iterator[Variant]:
+    """A module that runs over an axis of what it is given from the end, and returns what it makes so, or turned back."""
+    given = suspect.trial.torch.args
+    ndims = {a.ndim for a in given if is_array(a) and a.dtype.kind == "f"}
+    # The last axis is the features', in which nothing runs.
+    for axis, back in itertools.product(range(min(ndims) - 1 if ndims else 0), (False, True)):
+
+        def values(axis: int = axis, back: bool = back) -> Values:
+            found = suspect.again(args=tuple(flipped(a, axis) for a in given))
+            return {place: flipped(value, axis) if back else value for place, value in found.items()}
+
+        kept = ", and turns round what it returns" if back else ""
+        yield Variant(
+            f"Flax runs over axis {axis} of its arguments from the end{kept}", "run over it from the beginning", values
+        )
+
+
+def flipped(value: Any, axis: int) -> Any:
+    return np.flip(value, axis) if is_array(value) and value.ndim > axis and value.dtype.kind == "f" else value
 
 
 def swapped(value: Any, first: int, second: int) -> Any:

@@ -1,102 +1,312 @@
-"""Convolutions, pooling and resizing that see another border."""
+"""Convolutions, pooling and resizing that see another border, or other places."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.suspect import Suspect, Variant
+from parity.evidence.trial import is_array
+
+Pads = tuple[tuple[int, int], ...]
+
+MODES = {"constant": "zeros", "reflect": "reflect", "circular": "circular", "replicate": "replicate"}
 
 
 def convolving(suspect: Suspect) -> Iterator[Variant]:
-    """Padding at the other end, of another kind; a kernel that is not flipped."""
+    """Padding at the other end, of another kind; another stride, dilation or grouping; a kernel that is not flipped."""
     for op in suspect.named("convolution"):
-        stride, padding, dilation, transposed = op.args[3:7]
-        spatial = len(padding)
-        for change, what, told in (
-            (
-                {"flip": True},
-                "the kernel is not turned round" if transposed else "the kernel is turned round",
-                "turn the kernel round in space: transpose_kernel=True, or jnp.flip",
-            ),
-            ({"swap": True}, "the kernel has its last two axes exchanged", "kernel axes: (height, width, in, out)"),
-            ({"channels": True}, "the kernel has inputs and outputs exchanged", "exchange the last two axes of Flax's kernel"),
-        ):
-            shape = op.shapes[1]
-            square = {"swap": shape[-1] == shape[-2] and spatial > 1, "channels": shape[0] == shape[1]}
-            if all(square.get(key, True) for key in change):
-                yield Variant(what, told, suspect.edited([op], "convolution", **change))
+        transposed = op.args[6]
+        yield from kernels(suspect, op)
+        yield from grouped(suspect, op)
         if transposed:
-            for shift in itertools.product((-1, 0, 1), repeat=spatial):
-                if any(shift):
-                    yield Variant(
-                        f"the output is moved by {shift}: other padding",
-                        "padding of k - 1 - p at both ends",
-                        suspect.edited([op], "convolution", shift=shift),
-                    )
-            continue
-        for pads in paddings(padding, op.shapes[1][2:], stride, dilation):
-            yield Variant(
-                f"Flax pads by {pads}, torch by {tuple(padding)} at both ends",
-                f"set padding={tuple((p, p) for p in padding)}",
-                suspect.edited([op], "convolution", pads=pads),
-            )
-        for mode in ("reflect", "circular", "replicate"):
-            if any(padding):
-                pads = tuple((p, p) for p in padding)
+            yield from moved_outputs(suspect, op)
+        else:
+            yield from padded_otherwise(suspect, op)
+            yield from borders(suspect, op)
+            yield from steps(suspect, op)
+
+
+def kernels(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """The kernel laid otherwise."""
+    shape, transposed, spatial = op.shapes[1], op.args[6], len(op.args[3])
+    for change, what, told in (
+        (
+            {"flip": True},
+            "the kernel is not turned round" if transposed else "the kernel is turned round",
+            "turn the kernel round in space: transpose_kernel=True, or jnp.flip",
+        ),
+        ({"swap": True}, "the kernel has its last two axes exchanged", "kernel axes: (height, width, in, out)"),
+        ({"channels": True}, "the kernel has inputs and outputs exchanged", "exchange the last two axes of Flax's kernel"),
+    ):
+        square = {"swap": shape[-1] == shape[-2] and spatial > 1, "channels": shape[0] == shape[1]}
+        if all(square.get(key, True) for key in change):
+            yield Variant(what, told, suspect.edited([op], "convolution", **change))
+
+
+def grouped(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """Channels that are dealt out to the groups one by one, where each of torch's groups takes neighbours."""
+    groups = op.args[8]
+    if groups < 2:
+        return
+    for which, said in (("in", "the channels that it takes"), ("out", "those that it makes"), ("both", "all its channels")):
+        yield Variant(
+            f"{groups} groups: Flax deals {said} out to the groups one by one",
+            f"let each group have neighbouring channels: feature_group_count={groups}, or reshape to ({groups}, -1)",
+            suspect.edited([op], "convolution", groups=which),
+        )
+
+
+def moved_outputs(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """A transposed convolution of which another part is kept: other padding, or another size."""
+    stride, padding, dilation = op.args[3:6]
+    kernel, mine = op.shapes[1][2:], op.shape[2:]
+    wide = [d * (k - 1) for k, d in zip(kernel, dilation)]
+    pads = tuple((t - p, t - p + s) for t, p, s in zip(wide, padding, op.args[7]))
+    told = f"set padding={pads}: k - 1 - p at both ends, and torch's output_padding behind"
+    for size in sizes_of(suspect, mine):
+        # Within a stride of torch's beginning, or none cut off, or as SAME cuts.
+        steps = [range(max(p - s - 1, -t), p + s + 2) for p, s, t in zip(padding, stride, wide)]
+        same = tuple(t - (t - (s - 1) + 2 * (s - 1) + 1) // 2 for t, s in zip(wide, stride))
+        starts = [tuple(p + move for p in padding) for move in range(-2, 3)] + [(0,) * len(padding), same]
+        every = itertools.product(*steps) if len(padding) < 3 else ()
+        for start in dict.fromkeys([*starts, *every]):
+            if start != tuple(padding) or size != mine:
+                moved = tuple(a - p for a, p in zip(start, padding))
+                shape = "" if size == mine else f", of size {size} for {mine}"
                 yield Variant(
-                    f"Flax pads by {mode}, torch by zeros",
-                    "pad with zeros",
-                    suspect.edited([op], "convolution", pads=pads, mode=mode),
+                    f"the output is moved by {moved}{shape}: other padding",
+                    told,
+                    suspect.edited([op], "convolution", starts=start, size=size),
                 )
 
 
-def paddings(padding: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[tuple[int, int], ...]]:
+def sizes_of(suspect: Suspect, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Torch's size in space, and that of what Flax has in its place, if it is another."""
+    found = [tuple(mine)]
+    for place in suspect.differing:
+        a, b = suspect.trial.expected.get(place), suspect.trial.actual.get(place)
+        if is_array(a) and is_array(b) and a.shape != b.shape and a.ndim == b.ndim and a.shape[2:] == tuple(mine):
+            found.append(b.shape[2:])
+    return list(dict.fromkeys(found))
+
+
+def padded_otherwise(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """Other padding, of zeros or of another kind."""
+    stride, padding, dilation = op.args[3:6]
+    torchs = tuple((p, p) for p in padding)
+    for pads in paddings(padding, op.shapes[1][2:], stride, dilation, op.shapes[0][2:]):
+        yield Variant(
+            f"Flax pads by {pads}, torch by {tuple(padding)} at both ends",
+            f"set padding={torchs}",
+            suspect.edited([op], "convolution", pads=pads),
+        )
+    for mode in ("reflect", "circular", "replicate") if any(padding) else ():
+        yield Variant(
+            f"Flax pads by {mode}, torch by zeros",
+            "pad with zeros",
+            suspect.edited([op], "convolution", pads=torchs, mode=mode),
+        )
+
+
+def borders(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """What torch pads before it convolves, padded with something else."""
+    padding, dilation = op.args[4:6]
+    kernel, size = op.shapes[1][2:], op.shapes[0][2:]
+    wide = [d * (k - 1) for k, d in zip(kernel, dilation)]
+    if any(padding) or not any(wide):
+        return
+    for pads in dict.fromkeys(
+        (tuple((t // 2, t - t // 2) for t in wide), tuple((t, 0) for t in wide), tuple((t, t) for t in wide))
+    ):
+        if any(low + high >= length for (low, high), length in zip(pads, size)):
+            continue
+        for mode, words in MODES.items():
+            yield Variant(
+                f"Flax pads by {words} where torch pads otherwise",
+                "pad as torch does: padding_mode of its layer, or F.pad before it; jnp.pad has mode='wrap', 'reflect', 'edge'",
+                suspect.edited([op], "convolution", pads=pads, border=mode),
+            )
+
+
+def steps(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """Another dilation, another stride."""
+    spatial = len(op.args[3])
+    for index, name, setting in ((3, "stride", "strides"), (5, "dilation", "kernel_dilation")):
+        mine = tuple(op.args[index])
+        for other in dict.fromkeys((1, 2, 3, mine[0] + 1, mine[0] - 1)):
+            new = (other,) * spatial
+            if other > 0 and new != mine:
+                for padding, said in widths(op, name, new):
+                    yield Variant(
+                        f"Flax has a {name} of {other}, torch of {mine}{said}",
+                        f"set {setting}={mine}",
+                        suspect.edited([op], "convolution", pads=padding, **{name: list(new)}),
+                    )
+
+
+def widths(op: Operation, name: str, new: tuple[int, ...]) -> Iterator[tuple[Pads, str]]:
+    """Torch's padding, and what fits the new stride or dilation."""
+    padding, kernel = op.args[4], op.shapes[1][2:]
+    yield tuple((p, p) for p in padding), ""
+    if name == "dilation":
+        wide = [d * (k - 1) for k, d in zip(kernel, new)]
+        yield tuple((t // 2, t - t // 2) for t in wide), ", with padding to fit"
+        yield tuple((t, 0) for t in wide), ", with padding in front to fit"
+
+
+def padding_in_code(suspect: Suspect) -> Iterator[Variant]:
+    """What is padded with zeros by itself, padded at other ends."""
+    for op in suspect.named("constant_pad_nd"):
+        mine = tuple(op.args[1])
+        ends = list(zip(mine[::2], mine[1::2]))
+        others = [
+            [(b, a) for a, b in ends],
+            [((a + b) // 2, a + b - (a + b) // 2) for a, b in ends],
+            [(a + b - (a + b) // 2, (a + b) // 2) for a, b in ends],
+            [(a + b, 0) for a, b in ends],
+            [(0, a + b) for a, b in ends],
+            [(0, 0) for _ in ends],
+            [(max(a - 1, 0), b + min(a, 1)) for a, b in ends],
+            [(a + min(b, 1), max(b - 1, 0)) for a, b in ends],
+            ends[::-1],
+        ]
+        for pads in dict.fromkeys(tuple(side for pair in other for side in pair) for other in others):
+            if pads != mine:
+                yield Variant(
+                    f"Flax pads by {pads}, torch by {mine}, from the last axis on",
+                    "give jnp.pad torch's numbers, (before, after) for each axis, the last axis last",
+                    suspect.edited([op], "padded", pads=pads),
+                )
+
+
+def paddings(padding: Any, kernel: Any, stride: Any, dilation: Any, size: Sequence[int]) -> list[Pads]:
     """Other paddings of the same sum at both ends, SAME's and VALID's among them."""
-    same = tuple((p, p) for p in padding)
+    torchs = tuple((p, p) for p in padding)
     found = [tuple((0, 2 * p) for p in padding), tuple((2 * p, 0) for p in padding), tuple((0, 0) for _ in padding)]
     total = [d * (k - 1) for k, d in zip(kernel, dilation)]
     found += [tuple((t // 2, t - t // 2) for t in total), tuple((t - t // 2, t // 2) for t in total)]
-    # SAME with a stride pads less, and the rest behind.
-    less = [max(t + 1 - s, 0) for t, s in zip(total, stride)]
-    found += [tuple((t // 2, t - t // 2) for t in less), tuple((t, 0) for t in total)]
+    # SAME pads so much that the output has ceil(size / stride) elements, the rest behind.
+    same = [max((-(-n // s) - 1) * s + t + 1 - n, 0) for n, t, s in zip(size, total, stride)]
+    found += [tuple((t // 2, t - t // 2) for t in same), tuple((t - t // 2, t // 2) for t in same)]
+    found += [tuple((t, 0) for t in total), tuple((0, t) for t in total)]
     found += [tuple((max(p - 1, 0), p + 1) for p in padding), tuple((p + 1, max(p - 1, 0)) for p in padding)]
-    found += [tuple((max(p - 1, 0), p) for p in padding)]
-    return [pads for pads in dict.fromkeys(found) if pads != same]
+    found += [tuple((max(p - 1, 0), p) for p in padding), tuple((p, max(p - 1, 0)) for p in padding)]
+    found += [tuple((p + 1, p + 1) for p in padding)]
+    return [pads for pads in dict.fromkeys(found) if pads != torchs]
+
+
+# ---------------------------------------------------------------- pooling
+
+POOLS = {f"{kind}_pool{n}d{end}": (way, n) for kind, way, end in (("avg", "mean", ""),) for n in (1, 2, 3)}
+POOLS |= {f"max_pool{n}d{end}": ("largest", n) for n in (1, 2, 3) for end in ("", "_with_indices")}
 
 
 def pooling(suspect: Suspect) -> Iterator[Variant]:
-    """Padded zeros counted or not; padding at the other end; the average of the wrong number."""
+    """Padded zeros counted or not; padding of another kind or at the other end; the mean for the largest."""
     for op in suspect.operations:
-        if op.name in ("avg_pool2d", "avg_pool3d", "avg_pool1d"):
-            mine = op.args[5] if len(op.args) > 5 else True
-            if len(op.args) > 5:
+        if op.name not in POOLS:
+            continue
+        way, spatial = POOLS[op.name]
+        kernel = spread(op.args[1], spatial)
+        stride = spread(op.args[2] if len(op.args) > 2 and op.args[2] else kernel, spatial)
+        padding = spread(op.args[3] if len(op.args) > 3 else 0, spatial)
+        counted = bool(op.args[5]) if way == "mean" and len(op.args) > 5 else True
+        same = tuple((p, p) for p in padding)
+        if way == "mean" and any(padding):
+            yield Variant(
+                f"an average counts padded zeros {'in torch' if counted else 'in Flax'} alone",
+                f"pass count_include_pad={counted}",
+                suspect.edited([op], "pool", way=way, pads=same, fill=0.0, count=not counted),
+            )
+        if way == "largest" and any(padding):
+            yield Variant(
+                "the largest of a window is sought among padded zeros too",
+                "pad with -jnp.inf, as nnx.max_pool does with padding=((p, p), ...)",
+                suspect.edited([op], "pool", way=way, pads=same, fill=0.0, count=True),
+            )
+        words = {"largest": "the largest", "mean": "the mean"}
+        other = "mean" if way == "largest" else "largest"
+        for count, fill in ((True, 0.0), (False, 0.0)) if other == "mean" else ((True, float("-inf")),):
+            yield Variant(
+                f"Flax takes {words[other]} of a window, torch {words[way]}",
+                f"use nnx.{'max' if way == 'largest' else 'avg'}_pool",
+                suspect.edited([op], "pool", way=other, pads=same, fill=fill, count=count),
+            )
+        fill = float("-inf") if way == "largest" else 0.0
+        shape = op.shapes[0][-spatial:]
+        for pads in paddings(padding, kernel, stride, (1,) * spatial, shape):
+            for count in (True, False) if way == "mean" and any(map(any, pads)) else (True,):
+                said = "" if count else ", not counted"
                 yield Variant(
-                    f"an average counts padded zeros {'in torch' if mine else 'in Flax'} alone",
-                    f"pass count_include_pad={mine}",
-                    suspect.edited([op], "argument", index=5, value=not mine),
+                    f"Flax's window is padded by {pads}{said}, torch's by {padding} at both ends",
+                    f"set padding={same}" + (f", count_include_pad={counted}" if way == "mean" else ""),
+                    suspect.edited([op], "pool", way=way, pads=pads, fill=fill, count=count),
                 )
-            else:
-                yield Variant(
-                    "an average counts padded zeros in torch alone",
-                    "pass count_include_pad=True",
-                    suspect.edited([op], "count pad", include=False),
-                )
+
+
+def spread(value: Any, spatial: int) -> tuple[int, ...]:
+    """One number for each axis in space."""
+    numbers = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return numbers if len(numbers) == spatial else numbers[:1] * spatial
+
+
+# ---------------------------------------------------------------- resizing
+
+# What each operation computes, by the mode of torch.nn.functional.interpolate.
+RESIZES = {"nearest": "nearest", "nearest_exact": "nearest-exact", "linear": "linear", "bilinear": "bilinear"}
+RESIZES |= {"bicubic": "bicubic", "trilinear": "trilinear"}
 
 
 def resizing(suspect: Suspect) -> Iterator[Variant]:
-    """Corners lined up or not."""
+    """Corners lined up or not; another neighbour, another kernel, digits smoothed before they are dropped."""
     for op in suspect.operations:
-        if op.name.startswith(("upsample_bilinear", "upsample_linear", "upsample_bicubic", "upsample_trilinear")):
-            mine = op.args[2]
-            if isinstance(mine, bool):
-                yield Variant(
-                    f"Flax lines up {'centres' if mine else 'corners'}, torch {'corners' if mine else 'centres'}",
-                    f"resize as align_corners={mine} does",
-                    suspect.edited([op], "argument", index=2, value=not mine),
-                )
-        if op.name.startswith("upsample_nearest"):
+        name = op.name.removeprefix("upsample_").removeprefix("_upsample_").rstrip("_")
+        kind, spatial = name.rstrip("123d").rstrip("_"), len(op.shapes[0]) - 2 if op.shapes else 0
+        if "upsample" not in op.name or kind not in RESIZES:
+            continue
+        mine, corners = RESIZES[kind], op.args[2] if len(op.args) > 2 and isinstance(op.args[2], bool) else None
+        if corners is not None:
+            yield Variant(
+                f"Flax lines up {'centres' if corners else 'corners'}, torch {'corners' if corners else 'centres'}",
+                f"resize as align_corners={corners} does",
+                suspect.edited([op], "argument", index=2, value=not corners),
+            )
+        if mine == "nearest":
             yield Variant(
                 "Flax takes the nearest by the centres of pixels, torch by their lower corner",
                 "take x[..., (jnp.arange(n) * size) // n]",
                 suspect.edited([op], "nearest exact"),
             )
+        if mine in ("bilinear", "bicubic"):
+            yield Variant(
+                "Flax smooths before it resizes, torch does not"
+                if mine == "bilinear"
+                else "Flax's cubic kernel has a = -0.5 and smooths what gets smaller, torch's a = -0.75 and does not",
+                "pass antialias=False to jax.image.resize"
+                if mine == "bilinear"
+                else "write torch's kernel out: jax.image.resize has no such constant",
+                suspect.edited([op], "resized", mode=mine, antialias=True, corners=False),
+            )
+        line = {1: "linear", 2: "bilinear", 3: "trilinear"}.get(spatial, "")
+        for other in ("nearest", "nearest-exact", line, *(("bicubic",) if spatial == 2 else ())):
+            if other and other != mine:
+                ways = (False, True) if other in ("bilinear", "bicubic") else (False,)
+                for smooth, edge in itertools.product(ways, (None,) if "nearest" in other else (False, True)):
+                    if smooth and edge:
+                        continue
+                    yield Variant(
+                        f"Flax resizes by {other}, torch by {mine}",
+                        f"resize as mode={mine!r} does",
+                        suspect.edited([op], "resized", mode=other, antialias=smooth, corners=edge),
+                    )
+
+
+def shuffling(suspect: Suspect) -> Iterator[Variant]:
+    """Channels made into pixels in another order."""
+    for op in suspect.named("pixel_shuffle"):
+        yield Variant(
+            "Flax reads the channels of a pixel shuffle as (row, column, channel), torch as (channel, row, column)",
+            "reshape the channels to (channel, row, column), as torch.nn.PixelShuffle does",
+            suspect.edited([op], "depth major"),
+        )

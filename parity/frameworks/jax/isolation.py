@@ -167,7 +167,7 @@ def answering(program: Watched, skeleton: Frozen, spec: tuple[tuple[str, int], .
             def reply(name: str, leaf: Any) -> Any:
                 answer = told.get(f"{path}#{number}{name}")
                 fits = answer is not None and is_array(leaf) and answer.shape == leaf.shape
-                return answer.astype(leaf.dtype) if fits and answer is not None else leaf
+                return answer.astype(dtype_of_answer(answer, leaf)) if fits and answer is not None else leaf
 
             return mapped(reply, original(*args, **kwargs))
 
@@ -178,3 +178,9 @@ def answering(program: Watched, skeleton: Frozen, spec: tuple[tuple[str, int], .
         return {name: leaf for name, leaf in found.items() if is_array(leaf)}, given
 
     return body
+
+
+def dtype_of_answer(answer: Any, leaf: Any) -> Any:
+    """That of what a module returns; a floating point answer is not cut to what a wrong module pins."""
+    floating = all(jnp.issubdtype(one.dtype, jnp.floating) for one in (answer, leaf))
+    return jnp.promote_types(answer.dtype, leaf.dtype) if floating else leaf.dtype

@@ -69,9 +69,14 @@ def widened(deployed: str, dtype: str | None) -> Iterator[None]:
 def widening_bind(bind: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(bind)
     def bound(*operands: Any, **parameters: Any) -> Any:
-        wide = any(getattr(operand, "dtype", None) == np.float64 for operand in operands)
+        wide = any(getattr(operand, "dtype", None) == np.float64 and not weak(operand) for operand in operands)
         if WIDENING.kept_from and wide and parameters.get(name) in WIDENING.kept_from:
             parameters[name] = np.dtype(np.float64)
         return bind(*operands, **parameters)
 
     return bound
+
+
+def weak(operand: Any) -> bool:
+    """Whether an operand is a number of Python's, which takes on the dtype of what it meets: that may be float32."""
+    return bool(getattr(getattr(operand, "aval", operand), "weak_type", False))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity.evidence.calls import Operation
-from parity.frameworks.torch.leaves import dtype_name, torch_dtype
+from parity.evidence.calls import Operation, fingerprint
+from parity.frameworks.torch.leaves import dtype_name, to_numpy, torch_dtype
 
 # An operation with its arguments, to be run with others; what it returns takes the operation's place.
 Edit = Callable[..., Any]
@@ -32,13 +32,16 @@ class Listed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        # Before it runs: it may write into what it is given.
+        given = {path: fingerprint(to_numpy(one)) for path, one in operands(args) if one.is_floating_point()}
         result = func(*args, **kwargs)
-        if not self.paused:
-            self.operations.append(described(len(self.operations), func, args, kwargs, result))
+        self.operations.append(described(len(self.operations), func, args, kwargs, result, given))
         return result
 
 
-def described(number: int, func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
+def described(number: int, func: Any, args: Any, kwargs: Any, result: Any, given: Mapping[tuple[int, ...], int]) -> Operation:
     """An operation without its tensors."""
 
     def plain(value: Any) -> Any:
@@ -58,7 +61,18 @@ def described(number: int, func: Any, args: Any, kwargs: Any, result: Any) -> Op
         tuple(first.shape) if isinstance(first, Tensor) else (),
         any(maskish(t) for t in tensors),
         any(t.is_floating_point() and t.numel() > 1 and bool(((t == 0) | (t == 1)).all()) for t in tensors),
+        given,
     )
+
+
+def operands(args: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The tensors that an operation takes, by their position, or by that of their list and theirs in it."""
+    for number, value in enumerate(args):
+        for inner, one in enumerate(value) if isinstance(value, list | tuple) else ():
+            if isinstance(one, Tensor):
+                yield (number, inner), one
+        if isinstance(value, Tensor):
+            yield (number,), value
 
 
 def maskish(tensor: Tensor) -> bool:
@@ -138,6 +152,26 @@ def twice(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
     return run(*args, **kwargs) + args[operand]
 
 
+def shifted_output(run: Edit, args: Any, kwargs: Any, *, by: float) -> Any:
+    """The result plus a number."""
+    return run(*args, **kwargs) + by
+
+
+def summary(run: Edit, args: Any, kwargs: Any, *, dims: Sequence[int], to: str, position: int = 0) -> Any:
+    """Another summary of the first operand along some axes, in the shape of the operation's own."""
+    own = run(*args, **kwargs)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": lambda x: x.mean(tuple(dims)),
+        "sum": lambda x: x.sum(tuple(dims)),
+        "largest": lambda x: x.amax(tuple(dims)),
+        "smallest": lambda x: x.amin(tuple(dims)),
+        "position": lambda x: x.select(dims[0], position),
+    }
+    values = own[0] if isinstance(own, tuple) else own
+    new = ways[to](args[0]).reshape(values.shape)
+    return (new, *own[1:]) if isinstance(own, tuple) else new
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -160,6 +194,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "log sigmoid": F.logsigmoid,
     "squared relu": lambda x: F.relu(x) ** 2,
     "exp": torch.exp,
+    "sine": torch.sin,
+    "cosine": torch.cos,
     "identity": lambda x: x.clone(),
 }
 
@@ -179,9 +215,24 @@ def correction(run: Edit, args: Any, kwargs: Any, *, value: int) -> Any:
     return run(*args, **{**kwargs, "correction": value})
 
 
-def norm(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+def mean_square(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The mean of the squares in place of the variance, over the same axes."""
+    own = run(*args, **kwargs)
+    dims = tuple(args[1]) if len(args) > 1 and args[1] else tuple(range(args[0].ndim))
+    square = (args[0] * args[0]).mean(dims).reshape((own[0] if isinstance(own, tuple) else own).shape)
+    return (square, *own[1:]) if isinstance(own, tuple) else square
+
+
+def epsilon_outside(run: Edit, args: Any, kwargs: Any, *, by: float, inverse: bool) -> Any:
+    """A root, or its inverse, with a number added outside of it."""
+    root = args[0].sqrt() + by
+    return root.reciprocal() if inverse else root
+
+
+def norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float | None = None) -> Any:
     """A layer norm computed another way."""
     x, shape, weight, bias, eps = args[:5]
+    eps = eps if epsilon is None else epsilon
     dims = tuple(range(x.ndim - len(shape), x.ndim))
     mean, count = x.mean(dims, keepdim=True), math.prod(shape)
     variance = ((x - mean) ** 2).mean(dims, keepdim=True)
@@ -197,6 +248,57 @@ def norm(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
         y = y * weight
     y = y + bias if bias is not None and way != "without scale" else y
     return y, mean, variance
+
+
+def set_aside(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], at: int) -> Any:
+    """The scores as they are, the mask kept for later; True hides."""
+    old = args[at]
+    if func_name(run) == "where":
+        scores, other = args[1], args[2]
+        shown = scores.numel() >= other.numel()
+        aside["mask"] = ~old if shown else old
+        return torch.broadcast_to(scores if shown else other, torch.broadcast_shapes(*(a.shape for a in args))).clone()
+    aside["mask"] = old if old.dtype == torch.bool else old < 0
+    return args[0].clone()
+
+
+def hidden_behind(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], share: bool) -> Any:
+    """Softmax over everything, what the mask hides set to zero behind it; `share` brings the sum back to 1."""
+    weights = run(*args, **kwargs).masked_fill(aside["mask"], 0)
+    return weights / weights.sum(-1, keepdim=True) if share else weights
+
+
+def func_name(run: Edit) -> str:
+    return str(run.args[0].overloadpacket.__name__)  # type: ignore[attr-defined]
+
+
+def half(run: Edit, args: Any, kwargs: Any, *, neighbours: bool) -> Any:
+    """One half of the channels in place of every other one, or the other way round."""
+    x, start, width = args[0], (args[2] if len(args) > 2 else 0) or 0, args[0].shape[-1]
+    if neighbours:
+        return x[..., (1 if start else 0) : width : 2]
+    return x[..., width // 2 :] if start else x[..., : width // 2]
+
+
+def moved_slice(run: Edit, args: Any, kwargs: Any, *, start: int, end: int) -> Any:
+    """A slice that begins and ends elsewhere."""
+    return run(*args[:2], start, end, *args[4:], **kwargs)
+
+
+def halves(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Neighbouring channels where an operation splits into halves."""
+    return [args[0][..., ::2], args[0][..., 1::2]]
+
+
+def interleaved(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Two halves of channels laid in turn where they are laid behind each other."""
+    return torch.stack(list(args[0]), -1).flatten(-2)
+
+
+def behind_each_other(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Two halves of channels laid behind each other where they are laid in turn."""
+    own = run(*args, **kwargs)
+    return torch.cat(list(args[0]), -1).reshape(own.shape)
 
 
 def softmax(run: Edit, args: Any, kwargs: Any, *, hidden: str) -> Any:
@@ -232,7 +334,8 @@ def mask(run: Edit, args: Any, kwargs: Any, *, way: str, at: int, steps: int = 0
     if way == "broadcast over queries":
         new = across(boolean)
     else:
-        new = shifted(boolean, steps) if way == "causal" else MASKS[way](boolean)
+        causal = {"causal": lambda: shifted(boolean, steps), "causal shown": lambda: ~shifted(boolean, steps)}
+        new = causal[way]() if way in causal else MASKS[way](boolean)
     if old.dtype != torch.bool:
         new = torch.where(new, old.min(), torch.zeros_like(old.min()))
     return run(*args[:at], new, *args[at + 1 :], **kwargs)
@@ -259,6 +362,43 @@ def number_as_mask(run: Edit, args: Any, kwargs: Any, *, shows: bool) -> Any:
 def fill_added(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
     """Hidden scores with a number added, where they are replaced."""
     return torch.where(args[1], args[0] + value, args[0])
+
+
+def refilled(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """Hidden scores replaced by a number, where a mask is added to them."""
+    return torch.where(args[1] < -1e3, torch.full((), value, dtype=args[0].dtype), args[0] + args[1])
+
+
+def filled(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
+    """An array made of another number."""
+    return torch.full_like(run(*args, **kwargs), value)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Any, bool], Tensor]] = {
+    "mean": lambda x, dim, keep: x.mean(dim, keepdim=keep),
+    "sum": lambda x, dim, keep: x.sum(dim, keepdim=keep),
+    "largest": lambda x, dim, keep: x.amax(dim, keepdim=keep),
+    "smallest": lambda x, dim, keep: x.amin(dim, keepdim=keep),
+    "median": lambda x, dim, keep: x.quantile(0.5, dim if isinstance(dim, int) else dim[0], keepdim=keep),
+    "log of the sum of exponentials": lambda x, dim, keep: x.logsumexp(dim, keepdim=keep),
+    "standard deviation": lambda x, dim, keep: x.std(dim, correction=0, keepdim=keep),
+    "variance": lambda x, dim, keep: x.var(dim, correction=0, keepdim=keep),
+    "root of the mean square": lambda x, dim, keep: (x * x).mean(dim, keepdim=keep).sqrt(),
+    "length": lambda x, dim, keep: (x * x).sum(dim, keepdim=keep).sqrt(),
+    "square of the length": lambda x, dim, keep: (x * x).sum(dim, keepdim=keep),
+    "sum of absolute values": lambda x, dim, keep: x.abs().sum(dim, keepdim=keep),
+    "largest absolute value": lambda x, dim, keep: x.abs().amax(dim, keepdim=keep),
+    "softmax": lambda x, dim, keep: x.softmax(dim),
+    "log softmax": lambda x, dim, keep: x.log_softmax(dim),
+    "sigmoid": lambda x, dim, keep: x.sigmoid(),
+}
+
+
+def reduced(run: Edit, args: Any, kwargs: Any, *, to: str, dim: Any, keep: bool) -> Any:
+    """Another summary along the same axes."""
+    before = run(*args, **kwargs)
+    result = REDUCTIONS[to](args[0], list(dim) if isinstance(dim, tuple) else dim, keep)
+    return (result, *before[1:]) if isinstance(before, tuple) else result
 
 
 def reshaped(run: Edit, args: Any, kwargs: Any) -> Any:
@@ -291,36 +431,114 @@ def parts(run: Edit, args: Any, kwargs: Any, *, order: Sequence[int]) -> Any:
 
 
 def convolution(run: Edit, args: Any, kwargs: Any, **change: Any) -> Any:
-    """A convolution with other padding, or a kernel laid otherwise."""
+    """A convolution with other padding, stride or dilation, of other groups, or with a kernel laid otherwise."""
     x, weight, bias, stride, padding, dilation, transposed, extra, groups = args
-    if "pads" in change:
-        mode = change.get("mode", "constant")
-        flat = [side for low, high in reversed(change["pads"]) for side in (low, high)]
-        x, padding = F.pad(x, flat, mode=mode), [0] * len(padding)
+    stride, dilation = change.get("stride", stride), change.get("dilation", dilation)
+    if "border" in change:
+        # What was padded beforehand, padded anew.
+        inner = tuple(slice(low, size - high) for (low, high), size in zip(change["pads"], x.shape[2:], strict=True))
+        x = F.pad(x[:, :, *inner], sides(change["pads"]), mode=change["border"])
+    elif "pads" in change:
+        x, padding = F.pad(x, sides(change["pads"]), mode=change.get("mode", "constant")), [0] * len(padding)
     if change.get("flip"):
         weight = weight.flip(tuple(range(2, weight.ndim)))
     if change.get("swap"):
         weight = weight.transpose(-1, -2)
     if change.get("channels"):
         weight = weight.transpose(0, 1)
+    x = dealt_out(x, groups) if change.get("groups") in ("in", "both") else x
+    if "starts" in change:
+        return transposed_from(run, (x, weight, bias, stride, dilation, groups), change["starts"], change["size"])
     result = run(x, weight, bias, stride, padding, dilation, transposed, extra, groups, **kwargs)
-    if "shift" in change:
-        result = result.roll(change["shift"], tuple(range(2, result.ndim)))
-    return result
+    return dealt_out(result, groups, back=True) if change.get("groups") in ("out", "both") else result
 
 
-def pool(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[tuple[int, int]], fill: float) -> Any:
-    """Pooling with padding that is not the same at both ends."""
-    x, size, stride = args[0], args[1], args[2] or args[1]
-    flat = [side for low, high in reversed(pads) for side in (low, high)]
-    padded = F.pad(x, flat, value=fill)
-    return run(padded, size, stride, **kwargs)
+def sides(pads: Sequence[tuple[int, int]]) -> list[int]:
+    """Padding as `F.pad` takes it: the last axis first."""
+    return [side for low, high in reversed(pads) for side in (low, high)]
 
 
-def count_pad(run: Edit, args: Any, kwargs: Any, *, include: bool) -> Any:
-    """An average that counts padded zeros, or not."""
-    x, size, stride, padding = args[0], args[1], args[2] if len(args) > 2 else [], args[3] if len(args) > 3 else 0
-    return run(x, size, stride or size, padding, False, include)
+def dealt_out(x: Tensor, groups: int, *, back: bool = False) -> Tensor:
+    """Channels (number in the group, group) as (group, number in it), or back."""
+    parts = (groups, x.shape[1] // groups) if back else (x.shape[1] // groups, groups)
+    return x.unflatten(1, parts).transpose(1, 2).flatten(1, 2)
+
+
+def transposed_from(run: Edit, given: Any, starts: Sequence[int], size: Sequence[int]) -> Tensor:
+    """What a transposed convolution makes without padding, from an element on, so many elements; zeros where there is none."""
+    x, weight, bias, stride, dilation, groups = given
+    none = [0] * len(size)
+    whole = run(x, weight, None, stride, none, dilation, True, none, groups)
+    pads = [(-start, start + count - have) for start, count, have in zip(starts, size, whole.shape[2:], strict=True)]
+    whole = F.pad(whole, sides(pads))
+    return whole if bias is None else whole + bias.reshape(1, -1, *(1 for _ in size))
+
+
+def pool(run: Edit, args: Any, kwargs: Any, *, way: str, pads: Sequence[tuple[int, int]], fill: float, count: bool) -> Any:
+    """A pool with other padding: the largest value of each window, or the mean of all of it or of what is no padding."""
+    x, size = args[0], args[1]
+    options = {"kernel_size": size, "stride": (args[2] if len(args) > 2 else None) or size}
+    pools: dict[int, dict[str, Callable[..., Tensor]]] = {
+        1: {"largest": F.max_pool1d, "mean": F.avg_pool1d},
+        2: {"largest": F.max_pool2d, "mean": F.avg_pool2d},
+        3: {"largest": F.max_pool3d, "mean": F.avg_pool3d},
+    }
+    apply = pools[len(pads)][way]
+    result = apply(F.pad(x, sides(pads), value=fill), **options)
+    if way == "mean" and not count:
+        result = result / apply(F.pad(torch.ones_like(x), sides(pads)), **options)
+    before = run(*args, **kwargs)
+    return (result, *before[1:]) if isinstance(before, tuple) else result
+
+
+def padded(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[int]) -> Any:
+    """Padded by other numbers of elements."""
+    return run(args[0], list(pads), *args[2:], **kwargs)
+
+
+def gated(run: Edit, args: Any, kwargs: Any, *, value: str, gate: str, exchanged: bool = False) -> Any:
+    """A gated linear unit with other functions of its halves, or with the halves exchanged."""
+    halves = args[0].chunk(2, args[1] if len(args) > 1 else -1)
+    first, second = halves[::-1] if exchanged else halves
+    return ACTIVATIONS[value](first) * ACTIVATIONS[gate](second)
+
+
+def resized(run: Edit, args: Any, kwargs: Any, *, mode: str, antialias: bool = False, corners: bool | None = None) -> Any:
+    """Resized to the same size another way."""
+    size = tuple(run(*args, **kwargs).shape[2:])
+    return F.interpolate(args[0], size=size, mode=mode, antialias=antialias, align_corners=corners)
+
+
+def depth_major(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Pixels made of channels (row, column, channel), not (channel, row, column)."""
+    x, factor = args[0], args[1]
+    return run(x.unflatten(1, (factor * factor, -1)).transpose(1, 2).flatten(1, 2), factor)
+
+
+def joined(run: Edit, args: Any, kwargs: Any, *, order: Sequence[int]) -> Any:
+    """Pieces put together in another order."""
+    return run([args[0][i] for i in order], *args[1:], **kwargs)
+
+
+def substituted(run: Edit, args: Any, kwargs: Any, *, path: tuple[int, ...], value: Any) -> Any:
+    """Another array in place of one that is given, at a position, or at one in a list there."""
+    new, here = list(args), torch.from_numpy(value)
+    if len(path) == 1:
+        new[path[0]] = here.to(new[path[0]].dtype)
+    else:
+        inner = list(new[path[0]])
+        inner[path[1]] = here.to(inner[path[1]].dtype)
+        new[path[0]] = inner
+    return run(*new, **kwargs)
+
+
+def wrapped(run: Edit, args: Any, kwargs: Any) -> Any:
+    """Whole numbers cut to 32 bits, as they are in JAX without 64-bit types."""
+
+    def cut(value: Any) -> Any:
+        return value.to(torch.int32).to(value.dtype) if isinstance(value, Tensor) and value.dtype == torch.int64 else value
+
+    return cut(run(*(cut(a) for a in args), **kwargs))
 
 
 def nearest_exact(run: Edit, args: Any, kwargs: Any) -> Any:
@@ -365,6 +583,17 @@ EDITS: dict[str, Edit] = {
     "scaled input": scaled_input,
     "scaled output": scaled_output,
     "twice": twice,
+    "shifted output": shifted_output,
+    "summary": summary,
+    "mean square": mean_square,
+    "epsilon outside": epsilon_outside,
+    "set aside": set_aside,
+    "hidden behind": hidden_behind,
+    "half": half,
+    "moved slice": moved_slice,
+    "halves": halves,
+    "interleaved": interleaved,
+    "behind each other": behind_each_other,
     "activation": activation,
     "slope": slope,
     "correction": correction,
@@ -374,6 +603,9 @@ EDITS: dict[str, Edit] = {
     "mask as number": mask_as_number,
     "number as mask": number_as_mask,
     "fill added": fill_added,
+    "refilled": refilled,
+    "filled": filled,
+    "reduced": reduced,
     "reshaped": reshaped,
     "split minor": split_minor,
     "joined minor": joined_minor,
@@ -381,8 +613,14 @@ EDITS: dict[str, Edit] = {
     "parts": parts,
     "convolution": convolution,
     "pool": pool,
-    "count pad": count_pad,
     "nearest exact": nearest_exact,
+    "padded": padded,
+    "gated": gated,
+    "resized": resized,
+    "depth major": depth_major,
+    "joined": joined,
+    "substituted": substituted,
+    "wrapped": wrapped,
     "rounded": rounded,
     "logic": logic,
 }

@@ -1,7 +1,7 @@
 """Every module call of a torch model on the record, and one module run again by itself under changes."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -130,9 +130,11 @@ def alone(
         return note, reply
 
     modes = {m: m.training for m in module.modules()} if training else {}
+    silent = contextlib.ExitStack()
     try:
         for child, answers in (replies or {}).items():
             before, after = answer(child, answers)
+            silent.enter_context(silenced(model.get_submodule(child), lambda c=child, a=answers: counts[c] < len(a)))
             handles.append(model.get_submodule(child).register_forward_pre_hook(before, with_kwargs=True))
             handles.append(model.get_submodule(child).register_forward_hook(after, with_kwargs=True))
         if training:
@@ -142,11 +144,29 @@ def alone(
                 module, Call(args, kwargs), dtype=dtype, weights=own, watch=(lambda _: watch) if watch is not None else None
             )
     finally:
+        silent.close()
         for handle in handles:
             handle.remove()
         for one, mode in modes.items():
             one.training = mode
     return Alone(run.outputs, given, counts)
+
+
+@contextlib.contextmanager
+def silenced(module: nn.Module, answered: Callable[[], bool]) -> Iterator[None]:
+    """Let a module whose answer is known compute nothing: a hypothesis on a whole model costs its own code alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        yield
+        return
+    own, original = vars(module).get("forward"), module.forward
+    vars(module)["forward"] = lambda *args, **kwargs: None if answered() else original(*args, **kwargs)
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
 
 
 def pause(watch: Any, step: int) -> None:
