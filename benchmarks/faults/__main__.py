@@ -37,7 +37,10 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="the pairs whose names contain this; several may be given"
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="the pair of this name, or those whose names contain it; several may be given",
     )
     parser.add_argument("--fault", default="", help="the faults whose place and kind contain this")
     parser.add_argument("--seed", type=int, default=0)
@@ -56,7 +59,7 @@ def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: 
     known = {name: row for name, row in before.items() if row["code"] == code_version()}
     rows: list[Row] = []
     for model in MODELS:
-        if only and not any(name in model.name for name in only):
+        if only and not any(asked(name, model) for name in only):
             continue
         for fault in (None, *model.catalogue()):
             if part not in f"{fault}":
@@ -69,6 +72,11 @@ def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: 
             write(out, merged([list(before.values()), rows]), versions())
         jax.clear_caches()
     return merged([list(before.values()), rows])
+
+
+def asked(name: str, model: Model) -> bool:
+    """Whether a name means a pair: the pair of that very name, if there is one, else those that contain it."""
+    return name == model.name if any(name == one.name for one in MODELS) else name in model.name
 
 
 def line(model: Model, fault: Fault | None, row: Row) -> str:
