@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: bool) -> list[Row]:
-    """Measure the pairs one by one; what is measured is written after each pair."""
+    """Measure the faults one by one; each is written as soon as it is measured."""
     before = {key(row): row for row in read(out, missing_is_empty=True)} if out and resume else {}
     known = {name: row for name, row in before.items() if row["code"] == code_version()}
     rows: list[Row] = []
@@ -68,8 +68,8 @@ def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: 
             row = known.get(name) or measured(model, fault, seed)
             rows.append(row)
             print(line(model, fault, row), flush=True)
-        if out:
-            write(out, merged([list(before.values()), rows]), versions())
+            if out:
+                write(out, merged([list(before.values()), rows]), versions())
         jax.clear_caches()
     return merged([list(before.values()), rows])
 
