@@ -37,7 +37,10 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="the pairs whose names contain this; several may be given"
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="the pair of this name, or those whose names contain it; several may be given",
     )
     parser.add_argument("--fault", default="", help="the faults whose place and kind contain this")
     parser.add_argument("--seed", type=int, default=0)
@@ -51,12 +54,12 @@ def arguments() -> argparse.Namespace:
 
 
 def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: bool) -> list[Row]:
-    """Measure the pairs one by one; what is measured is written after each pair."""
+    """Measure the faults one by one; each is written as soon as it is measured."""
     before = {key(row): row for row in read(out, missing_is_empty=True)} if out and resume else {}
     known = {name: row for name, row in before.items() if row["code"] == code_version()}
     rows: list[Row] = []
     for model in MODELS:
-        if only and not any(name in model.name for name in only):
+        if only and not any(asked(name, model) for name in only):
             continue
         for fault in (None, *model.catalogue()):
             if part not in f"{fault}":
@@ -65,10 +68,15 @@ def run(only: list[str] | None, part: str, seed: int, out: Path | None, resume: 
             row = known.get(name) or measured(model, fault, seed)
             rows.append(row)
             print(line(model, fault, row), flush=True)
-        if out:
-            write(out, merged([list(before.values()), rows]), versions())
+            if out:
+                write(out, merged([list(before.values()), rows]), versions())
         jax.clear_caches()
     return merged([list(before.values()), rows])
+
+
+def asked(name: str, model: Model) -> bool:
+    """Whether a name means a pair: the pair of that very name, if there is one, else those that contain it."""
+    return name == model.name if any(name == one.name for one in MODELS) else name in model.name
 
 
 def line(model: Model, fault: Fault | None, row: Row) -> str:

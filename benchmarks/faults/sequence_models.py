@@ -294,7 +294,9 @@ class Rotary(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Turn."""
         d = x.shape[-1]
-        angle = (np.arange(x.shape[2])[:, None] + self.first * 3) * self.base ** (-np.arange(0, d, 2) / d)
+        # Of queries alone: moved together with keys they score the same, and the model is the same function.
+        first = 3 * self.first if x.shape[1] == HEADS else 0
+        angle = (np.arange(x.shape[2])[:, None] + first) * self.base ** (-np.arange(0, d, 2) / d)
         angle = -angle if self.back else angle
         cos, sin = jnp.asarray(np.cos(angle), x.dtype), jnp.asarray(np.sin(angle), x.dtype)
         if self.neighbours:
