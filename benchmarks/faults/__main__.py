@@ -13,12 +13,18 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.faults import image_models, reference_models, sequence_models
+from benchmarks.faults import image_models, linen_models, recurrent_models, reference_models, sequence_models
 from benchmarks.faults.measuring import Row, code_version, measured, versions
 from benchmarks.faults.planting import Fault, Model
 from benchmarks.faults.report import key, merged, read, summary, write
 
-MODELS: tuple[Model, ...] = (*sequence_models.MODELS, *image_models.MODELS, *reference_models.MODELS)
+MODELS: tuple[Model, ...] = (
+    *sequence_models.MODELS,
+    *image_models.MODELS,
+    *recurrent_models.MODELS,
+    *reference_models.MODELS,
+    *linen_models.MODELS,
+)
 
 
 def main() -> None:

@@ -88,13 +88,6 @@ class Function(nnx.Module):
         return self.function(*args)
 
 
-class Planted(frozenset[str]):
-    """The kinds that are planted; unlike a dict it has a hash, so that a compiled program is found again."""
-
-    def __getitem__(self, kind: str) -> bool:
-        return kind in self
-
-
 class Attend(nnx.Module):
     """Scores, mask, softmax, weighted sum: `(n, h, l, d)`; the mask says what may be seen.
 

@@ -77,9 +77,12 @@ def judged(row: Row, found: Diagnosis | None, fault: Fault, theirs: torch.nn.Mod
 
 
 def operation_at(found: Diagnosis, places: tuple[str, ...]) -> str | None:
-    """The operation that is named inside a wrong module; None where none is."""
-    told = [getattr(one, "operation", None) for one in found.isolation.faults if one.path in places]
-    return str(told[0]) if told and told[0] else None
+    """Torch's and Flax's operation that are named inside a wrong module; None where one of them is not."""
+    for one in found.isolation.faults:
+        told = one.operation if one.path in places else None
+        if told and told.torch and told.flax:
+            return f"{told.torch.operation}, {told.flax.operation}"
+    return None
 
 
 # ---------------------------------------------------------------- the usual practice
