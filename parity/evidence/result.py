@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from parity.errors import DivergenceError, InputError
 from parity.evidence.faults import Diagnosis, Isolation
+from parity.evidence.notes import Note
+from parity.evidence.verdicts import verdict_of
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
@@ -176,6 +178,25 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class SetResult:
+    """What came of one of several input sets.
+
+    Attributes:
+        name: of the set.
+        shows: what it can show.
+        passed: whether every level passed or does not apply.
+        failed: levels that failed or could not run.
+        verdict: as in a report.
+    """
+
+    name: str
+    shows: str
+    passed: bool
+    failed: tuple[str, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The ladder climbed for one pair of models.
 
@@ -185,6 +206,9 @@ class Report:
         environment: versions, devices, and what was pinned while comparing.
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
+        inputs: name of the input set that levels, trace and diagnosis are about; '' for plain arguments, and
+            where several sets agree.
+        sets: what came of each input set, where there are several.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
     """
 
@@ -192,8 +216,15 @@ class Report:
     trace: Trace | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     diagnosis: Diagnosis | None = None
+    inputs: str = ""
+    sets: tuple[SetResult, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One of `parity.VERDICTS`."""
+        return verdict_of(self)
 
     @property
     def passed(self) -> bool:
@@ -230,7 +261,7 @@ class Report:
         """The result for machines."""
         from parity.report.data import as_data
 
-        return as_data(self)
+        return {**as_data(self), "verdict": self.verdict}
 
 
 @dataclass(frozen=True)

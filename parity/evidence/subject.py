@@ -11,7 +11,9 @@ import numpy as np
 
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.numerics import UNIT, jittered, same_bits
+from parity.evidence.numerics import UNIT, jittered
+from parity.evidence.padding import Padding
+from parity.evidence.repeatability import refuse_flax, refuse_torch
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, load, owner
 from parity.weights.pairing import Pairing, pair
@@ -35,6 +37,7 @@ class Subject:
         gradients: whether runs compute gradients too.
         pins_checked: whether a call of the same shapes has shown already that neither model pins a dtype.
         native_gradients: whether Flax computes them in its own dtype too, not in float64 alone.
+        padding_mask: as in `parity.compare`.
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands; all reasons at once.
@@ -53,6 +56,7 @@ class Subject:
         gradients: bool = True,
         native_gradients: bool = True,
         pins_checked: bool = False,
+        padding_mask: Any = None,
     ):
         self.torch, self.flax = load("torch"), flax_room(flax_model)
         problems = argument_problems(kwargs, seed)
@@ -67,6 +71,7 @@ class Subject:
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
         self.call = as_call(torch_model, args, kwargs)
+        self.padding = Padding(plain_masks(padding_mask))
         self.flax_model = self.flax.with_call(flax_model, self.call)
         problems += self.torch.problems_before_running(torch_model)
         problems += self.flax.problems_before_running(self.flax_model)
@@ -111,14 +116,10 @@ class Subject:
             run = self.torch.evaluate(self.torch_model, self.call)
             # Without gradients both times: some layers run other kernels where gradients are wanted.
             again = self.torch.evaluate(self.torch_model, self.call)
-        unequal = [p for p, a in run.outputs.items() if isinstance(a, np.ndarray) and not same_bits(a, again.outputs[p]).all()]
-        if unequal:
-            raise InputError(
-                f"the torch model returns different numbers for the same input at output {unequal[0] or 'of the model'}; "
-                "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again"
-            )
+        refuse_torch(self.torch, self.torch_model, self.call, run, again)
         refuse_complex(run)
-        return self.with_gradients(run) if self.gradients else run
+        self.padding.check(run)
+        return self.padding.seen(self.with_gradients(run) if self.gradients else run)
 
     def with_gradients(self, run: Evaluation) -> Evaluation:
         """The same run with gradients, or, for a model that cannot be differentiated, without."""
@@ -133,7 +134,7 @@ class Subject:
         """Go on without gradients: a model that runs forwards only can still be compared forwards."""
         self.not_differentiable[side] = f"{type(error).__name__}: {first_line(error)}"
         self.gradients = self.native_gradients = False
-        for kept in ("cotangents", "torch_wide", "flax_wide"):
+        for kept in ("cotangents", "torch_wide", "flax_wide", "torch_whole", "flax_whole"):
             self.__dict__.pop(kept, None)
 
     def cotangents_for(self, run: Evaluation) -> dict[str, np.ndarray]:
@@ -143,7 +144,8 @@ class Subject:
             if isinstance(array, np.ndarray) and "float" in str(array.dtype):
                 rng = np.random.default_rng([self.seed, 3, zlib.crc32(path.encode())])
                 found[path] = (rng.integers(1, 16, array.shape) * rng.choice((-1, 1), array.shape) / 8).astype(np.float32)
-        return found
+        # No gradient flows from padding.
+        return self.padding.blank(found)
 
     @cached_property
     def cotangents(self) -> dict[str, np.ndarray] | None:
@@ -152,12 +154,22 @@ class Subject:
     @cached_property
     def torch_wide(self) -> Evaluation:
         """Torch in float64 on the same numbers: the oracle."""
-        with self.torch.pinned():
-            return self.torch.evaluate(self.torch_model, self.call, dtype="float64", cotangents=self.cotangents)
+        return self.padding.seen(self.torch_whole)
 
     @cached_property
     def flax_wide(self) -> Evaluation:
         """Flax in float64 on the same numbers."""
+        return self.padding.seen(self.flax_whole)
+
+    @cached_property
+    def torch_whole(self) -> Evaluation:
+        """`torch_wide` with what padding holds."""
+        with self.torch.pinned():
+            return self.torch.evaluate(self.torch_model, self.call, dtype="float64", cotangents=self.cotangents)
+
+    @cached_property
+    def flax_whole(self) -> Evaluation:
+        """`flax_wide` with what padding holds."""
         return self.flax.evaluate(self.flax_model, self.call, dtype="float64", cotangents=self.cotangents, quick=True)
 
     @cached_property
@@ -165,7 +177,7 @@ class Subject:
         """Flax as the user runs it, compiled."""
         self.refuse_drawing()
         try:
-            return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
+            return self.padding.seen(self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents))
         except InputError:
             raise
         except Exception as error:
@@ -173,7 +185,7 @@ class Subject:
                 raise
             forwards = self.flax.evaluate(self.flax_model, self.call)
             self.give_up_gradients("flax", error)
-            return forwards
+            return self.padding.seen(forwards)
 
     def refuse_drawing(self) -> None:
         """Refuse a Flax model whose outputs depend on its random keys.
@@ -184,15 +196,12 @@ class Subject:
         if not self.flax.draws(self.flax_model):
             return
         try:
-            run, other = (self.flax.evaluate(self.flax_model, self.call, quick=True, reseed=seed) for seed in (1, 2))
+            refuse_flax(self.flax, self.flax_model, self.call, reseed=True)
+        except InputError:
+            raise
         except Exception:
             # What raises here raises again where it is reported.
             return
-        if any(isinstance(a, np.ndarray) and not same_bits(a, other.outputs[p]).all() for p, a in run.outputs.items()):
-            raise InputError(
-                "the Flax model returns other numbers with other random keys; turn off what is random in it "
-                "(.eval(), or deterministic=True where dropout is called), then compare again"
-            )
 
     @property
     def native_cotangents(self) -> dict[str, np.ndarray] | None:
@@ -202,7 +211,7 @@ class Subject:
     @cached_property
     def flax_eager(self) -> Evaluation:
         """Flax as the user runs it, operation by operation; outputs only."""
-        return self.flax.evaluate(self.flax_model, self.call, compiled=False)
+        return self.padding.seen(self.flax.evaluate(self.flax_model, self.call, compiled=False))
 
     @cached_property
     def ensemble(self) -> list[Evaluation]:
@@ -236,13 +245,23 @@ class Subject:
         call = changed(self.call, lambda _, array: move(array))
         watch = (lambda names: self.torch.Shaken(UNIT, self.seed * 101 + number)) if shake else None
         with self.torch.pinned():
-            return self.torch.evaluate(
+            run = self.torch.evaluate(
                 self.torch_model, call, dtype=dtype, weights=weights, cotangents=self.cotangents, watch=watch
             )
+        return self.padding.seen(run)
+
+    @property
+    def kinks(self) -> int:
+        """How many values lie so near a kink or a tie that rounding in the native dtype may change a gradient."""
+        return int(self.watched_kinks.near)
+
+    @property
+    def exact_ties(self) -> int:
+        """How many values lie on a kink or tie for a maximum exactly."""
+        return int(self.watched_kinks.exact)
 
     @cached_property
-    def kinks(self) -> int:
-        """How many values lie so near a kink that rounding in the native dtype may change a gradient."""
+    def watched_kinks(self) -> Any:
         watcher: list[Any] = []
 
         def watch(names: dict[int, str]) -> Any:
@@ -251,7 +270,7 @@ class Subject:
 
         with self.torch.pinned():
             self.torch.evaluate(self.torch_model, self.call, dtype="float64", watch=watch)
-        return watcher[0].near
+        return watcher[0]
 
     def pinned_dtype(self, side: str) -> str | None:
         """An output that a model does not return in float64 although all it is given is; None if there is none."""
@@ -344,6 +363,13 @@ def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         path for path, array in arrays_of(call) if "float" in str(array.dtype) and not any(path.startswith(m) for m in masks)
     ]
     return Call(new_args, new_kwargs, frozenset(values))
+
+
+def plain_masks(given: Any) -> Any:
+    """A padding mask of any framework, or several by path, as NumPy."""
+    if isinstance(given, Mapping):
+        return {path: plain_masks(mask) for path, mask in given.items()}
+    return next((room.to_numpy(given) for room in (load("torch"), load("nnx")) if room.is_array(given)), given)
 
 
 def mask_paths(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.trees import flatten, mapped
+from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.settings import Held
 
@@ -151,7 +151,10 @@ def cached_functional(program: Program, skeleton: Frozen, heads: tuple[str, ...]
     def forward(parameters: Any, rest: Any, values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         arrays = {**values, **others}
         args, kwargs = mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
+        parts = containers(args, kwargs)
         found = dict(flatten(program.call(parameters, rest, args, kwargs), is_array))
+        after = containers(args, kwargs)
+        body.written = tuple(path for path, before in parts.items() if after.get(path) != before)  # type: ignore[attr-defined]
         # Numbers, strings and None cannot leave a traced function as results.
         body.statics = {path: leaf for path, leaf in found.items() if not is_array(leaf)}  # type: ignore[attr-defined]
         return {path: leaf for path, leaf in found.items() if is_array(leaf)}
@@ -188,7 +191,8 @@ def run(
     given = {p: jnp.asarray(np.asarray(c)) for p, c in (cotangents or {}).items()}
     outputs, gradients = go(parameters, rest, arguments.values, arguments.others, given)
     plain = {path: np.array(value) if is_array(value) else value for path, value in outputs.items()}
-    return Evaluation({**getattr(body, "statics", {}), **plain}, {path: np.array(g) for path, g in gradients.items()})
+    by_path = {path: np.array(g) for path, g in gradients.items()}
+    return Evaluation({**getattr(body, "statics", {}), **plain}, by_path, getattr(body, "written", ()))
 
 
 @functools.lru_cache(maxsize=1024)
