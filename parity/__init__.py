@@ -24,7 +24,7 @@ from parity.evidence.inputs import Ids as Ids
 from parity.evidence.inputs import Mask as Mask
 from parity.evidence.inputs import Values as Values
 from parity.evidence.inputs import probe_inputs as probe_inputs
-from parity.evidence.notes import CODES as NOTE_CODES
+from parity.evidence.notes import NOTE_CODES as NOTE_CODES
 from parity.evidence.notes import Note as Note
 from parity.evidence.result import LEVELS as LEVELS
 from parity.evidence.result import PROVES as PROVES

@@ -38,7 +38,7 @@ REMARKS = {
     "unseen-parameters": "parameters on which no output depends",
     "zero-gradients": "parameters whose gradient is zero on these inputs alone",
 }
-CODES = LINTS | REMARKS
+NOTE_CODES = LINTS | REMARKS
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Note:
     """One thing that a reader must know, and that turns no verdict.
 
     Attributes:
-        code: one of `CODES`.
+        code: one of `NOTE_CODES`.
         where: path of an argument, an output or a module; '' for the whole.
         what: the rest of the sentence.
         figures: the numbers behind it.

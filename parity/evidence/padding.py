@@ -1,8 +1,8 @@
 """Padded places of outputs: compared outside of them, told inside."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from parity.errors import InputError, listed
 from parity.evidence.calls import Captured, Evaluation
 from parity.evidence.notes import Note
 from parity.evidence.numerics import finite_scale, same_bits, same_specials, wide
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Padding:
@@ -26,7 +28,7 @@ class Padding:
     """
 
     def __init__(self, given: Any):
-        self.masks: Mapping[str, np.ndarray] | np.ndarray | None = None
+        self.masks: Mapping[Hashable, np.ndarray] | np.ndarray | None = None
         if given is None:
             return
         masks = (
@@ -46,7 +48,7 @@ class Padding:
     def __bool__(self) -> bool:
         return self.masks is not None
 
-    def hidden(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    def hidden(self, path: Hashable, shape: tuple[int, ...]) -> np.ndarray | None:
         """Which places of an output are padding, in its shape; None if no mask belongs to it."""
         mask = self.masks.get(path) if isinstance(self.masks, Mapping) else self.masks
         if mask is None or len(shape) < mask.ndim:
@@ -86,11 +88,11 @@ class Padding:
         if wrong:
             raise InputError(listed("cannot compare", wrong))
 
-    def blank(self, outputs: dict[str, Any]) -> dict[str, Any]:
+    def blank(self, outputs: dict[Key, Any]) -> dict[Key, Any]:
         """Outputs with zeros in the place of padding, so that nothing there is compared."""
         if self.masks is None:
             return outputs
-        found = {}
+        found: dict[Key, Any] = {}
         for path, array in outputs.items():
             hidden = self.hidden(path, array.shape) if isinstance(array, np.ndarray) else None
             found[path] = array if hidden is None else np.where(hidden, np.zeros((), array.dtype), array)
@@ -101,8 +103,12 @@ class Padding:
         return replace(run, outputs=self.blank(run.outputs)) if self else run
 
     def modules(self, records: list[Captured]) -> list[Captured]:
-        """What modules returned as it is compared: what begins with the mask's shape is padded like an output."""
-        return [replace(one, outputs=self.blank(one.outputs)) for one in records] if self else records
+        """What modules returned as it is compared: what begins with the mask's shape is padded like an output.
+
+        Masks that are given by the model's own outputs say nothing of those of other modules.
+        """
+        whole = not isinstance(self.masks, Mapping)
+        return [replace(r, outputs=self.blank(r.outputs)) if self and (whole or not r.path) else r for r in records]
 
     def parts(self, path: str, shape: tuple[int, ...], parts: list[Any]) -> list[Any]:
         """Those of the parts of an output that lie outside of padding."""

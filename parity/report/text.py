@@ -137,10 +137,16 @@ def headline(report: "Report") -> str:
         "not proved": f"not proved: a level could not run{on}",
         "a setting differs": "the same numbers on these inputs, but a setting differs",
         "cannot be paired": "NOT the same function: they cannot be paired, no parameter has a counterpart",
-        "one side raises": f"NOT the same function: one side raises{on}",
+        "one side raises": f"NOT the same function: {raising(report)}{on}",
         "outputs differ in structure": f"NOT the same function: the outputs differ in structure{on}",
         "differs": f"NOT the same function{on}",
     }[report.verdict]
+
+
+def raising(report: "Report") -> str:
+    """Which side raises."""
+    side = next((level.figures["raises"] for level in report.levels if "raises" in level.figures), "")
+    return "torch raises, Flax does not" if side == "torch" else "Flax raises, torch does not"
 
 
 def not_applicable(report: "Report") -> list[str]:
@@ -154,7 +160,8 @@ def level_lines(level: "LevelResult", shown: int = SHOWN, brief: bool = False) -
         lines.append(f"      {finding.where + ': ' if finding.where else ''}{finding.what}")
     if len(level.findings) > shown and not brief:
         lines.append(f"      and {len(level.findings) - shown} more")
-    return lines + [f"      note: {note}" for note in level.notes[:shown] if not note.startswith("also tried")]
+    notes = [note for note in level.notes if not note.startswith("also tried")]
+    return lines + [f"      note: {note}" for note in notes[:shown]]
 
 
 def count(number: int, noun: str) -> str:
