@@ -85,10 +85,11 @@ def compare(
             padding_mask=padding_mask,
         )
         # The weights are the same whatever the inputs are.
-        wanted = chosen if first or chosen == ("weights",) else tuple(level for level in chosen if level != "weights")
+        wanted = chosen if first else tuple(level for level in chosen if level != "weights")
         return climb(subject, wanted, ways, strict, diagnose=diagnose and explain, trace=explain)
 
-    return climbed(given_sets(args, kwargs), climb_one)
+    sets = given_sets(args, kwargs)
+    return climbed(sets[:1] if chosen == ("weights",) else sets, climb_one)
 
 
 def climb(

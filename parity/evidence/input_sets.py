@@ -64,24 +64,34 @@ def climbed(sets: Sequence[InputSet], climb: Callable[[InputSet, bool, bool], Re
     reports: list[Report] = []
     for one in sets:
         # The first set that fails is looked into; of the others it is enough to know whether they fail too.
-        reports.append(climb(one, not reports, all(report.passed for report in reports)))
+        reports.append(climb(one, not reports, all(agrees(computed(report)) for report in reports)))
     if len(reports) == 1:
         return replace(reports[0], inputs=sets[0].name)
-    first = next((number for number, report in enumerate(reports) if not report.passed), None)
-    results = tuple(set_result(one, report) for one, report in zip(sets, reports, strict=True))
-    notes = common_notes(reports)
+    results = tuple(set_result(one, computed(report)) for one, report in zip(sets, reports, strict=True))
+    # The weights were compared with the first set, whatever the inputs are.
+    weights = tuple(level for level in reports[0].levels if level.level == "weights")
+    first = next((number for number, result in enumerate(results) if not result.passed), None)
     if first is None:
-        levels = tuple(merged(found) for found in by_level(reports))
-        return replace(reports[0], levels=levels, notes=notes, sets=results)
-    # The weights are compared once, with the first set.
-    weights = [level for level in reports[0].levels if level.level == "weights"] if first else []
-    levels = (*weights, *(level for level in reports[first].levels if level.level != "weights" or not weights))
-    return replace(reports[first], levels=levels, notes=notes, sets=results, inputs=sets[first].name)
+        levels = (*weights, *(merged(found) for found in by_level([computed(report) for report in reports])))
+        return replace(reports[0], levels=levels, notes=common_notes(reports), sets=results)
+    levels = (*weights, *computed(reports[first]).levels)
+    return replace(reports[first], levels=levels, notes=common_notes(reports), sets=results, inputs=sets[first].name)
+
+
+def computed(report: Report) -> Report:
+    """A report less what does not hang on inputs, if there is anything else."""
+    levels = tuple(level for level in report.levels if level.level != "weights")
+    return replace(report, levels=levels) if levels else report
+
+
+def agrees(report: Report) -> bool:
+    """Whether no level failed or could not run; where none applies, nothing speaks against it either."""
+    return not any(level.status in ("failed", "not run") for level in report.levels)
 
 
 def set_result(one: InputSet, report: Report) -> SetResult:
     failed = tuple(level.level for level in report.levels if level.status in ("failed", "not run"))
-    return SetResult(one.name, one.shows, report.passed, failed, report.verdict)
+    return SetResult(one.name, one.shows, agrees(report), failed, report.verdict)
 
 
 def by_level(reports: Sequence[Report]) -> Iterator[list[LevelResult]]:

@@ -344,7 +344,7 @@ def imprecise(
     atol = largest_gap(actual, runs[0])
     what = (
         f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
-        f"what is allowed at the worst place, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
+        f"the allowed, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
     )
     if kind == "outputs" and dtype in ("float32", "bfloat16"):
         what += explained_by_flushing(subject, path, actual, runs, oracle, seen)

@@ -31,19 +31,18 @@ class Padding:
         self.masks: Mapping[Hashable, np.ndarray] | np.ndarray | None = None
         if given is None:
             return
-        masks = (
-            {path: np.asarray(mask) for path, mask in given.items()} if isinstance(given, Mapping) else {"": np.asarray(given)}
-        )
+        several = isinstance(given, Mapping)
+        masks: dict[Hashable, np.ndarray] = {k: np.asarray(m) for k, m in (given if several else {"": given}).items()}
         problems = []
         for path, mask in masks.items():
-            name = f"padding_mask[{path!r}]" if isinstance(given, Mapping) else "padding_mask"
+            name = f"padding_mask[{path!r}]" if several else "padding_mask"
             if mask.dtype != bool:
                 problems.append(f"{name} must be bool, True where a place is padding, got {mask.dtype}; cast it, or invert it")
             elif not mask.ndim or mask.all():
                 problems.append(f"{name} of shape {mask.shape} hides everything; at least one place must be left to compare")
         if problems or not masks:
             raise InputError(listed("cannot compare", problems or ["padding_mask is an empty mapping; leave it out"]))
-        self.masks = masks if isinstance(given, Mapping) else masks[""]
+        self.masks = masks if several else masks[""]
 
     def __bool__(self) -> bool:
         return self.masks is not None

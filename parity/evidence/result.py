@@ -184,7 +184,7 @@ class SetResult:
     Attributes:
         name: of the set.
         shows: what it can show.
-        passed: whether every level passed or does not apply.
+        passed: whether no level failed or could not run.
         failed: levels that failed or could not run.
         verdict: as in a report.
     """

@@ -58,7 +58,7 @@ def failure_lines(report: "Report", shown: int) -> list[str]:
 
 def set_lines(report: "Report") -> list[str]:
     """Which of several input sets differ."""
-    if not report.sets:
+    if all(one.passed for one in report.sets):
         return []
     wrong = [one.name for one in report.sets if not one.passed]
     right = [one.name for one in report.sets if one.passed]
