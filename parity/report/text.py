@@ -22,7 +22,7 @@ def report_text(report: "Report") -> str:
         return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in report.notes)])
     # As much of each section as fits; `to_dict` has all of it.
     lines: list[str] = []
-    for shown in range(SHOWN, 0, -1):
+    for shown in range(SHOWN, -1, -1):
         lines = failure_lines(report, shown)
         if rows(lines) <= SCREEN:
             return "\n".join(lines)
@@ -35,7 +35,11 @@ def rows(lines: Sequence[str]) -> int:
 
 
 def failure_lines(report: "Report", shown: int) -> list[str]:
-    """Where, how much, why, and what next; of what there are many, as many as `shown`."""
+    """Where, how much, why, and what next; of what there are many, as many as `shown`.
+
+    With 0 even the numbers of a level are left to the first divergence above it; one of all else stays.
+    """
+    most = max(1, shown)
     lines = [headline(report), *set_lines(report)]
     divergence = report.trace.first_divergence() if report.trace else None
     if divergence:
@@ -49,10 +53,10 @@ def failure_lines(report: "Report", shown: int) -> list[str]:
         lines.append(
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
-    lines += why_lines(report.diagnosis, shown) if report.diagnosis else []
-    lines += [f"  note: {note}" for note in report.notes[:shown]]
-    if len(report.notes) > shown:
-        lines.append(f"  and {count(len(report.notes) - shown, 'more note')}: to_dict() has them")
+    lines += why_lines(report.diagnosis, most) if report.diagnosis else []
+    lines += [f"  note: {note}" for note in report.notes[:most]]
+    if len(report.notes) > most:
+        lines.append(f"  and {count(len(report.notes) - most, 'more note')}: to_dict() has them")
     return [*lines, f"  seed {report.seed}", *next_lines(report)]
 
 
@@ -70,6 +74,7 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     """Every level; those that could not run for one reason together."""
     raising = report.verdict == "one side raises"
     brief = any(level.level == "identical" and level.status == "failed" for level in report.levels)
+    seen = report.trace is not None and report.trace.first_divergence() is not None
     stopped = [level for level in report.levels if level.status == "not run"]
     alike: dict[str, list[str]] = {}
     for level in stopped:
@@ -77,7 +82,8 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     lines = []
     for level in report.levels:
         if level.status != "not run":
-            lines += level_lines(level, shown, brief=brief and level.level in ("native", "gradients"))
+            hidden = brief and level.level in ("native", "gradients") or seen and not shown and level.level == "identical"
+            lines += level_lines(level, max(1, shown), brief=hidden)
     for why, names in alike.items():
         lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
     if stopped and not raising:
