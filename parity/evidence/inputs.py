@@ -298,7 +298,7 @@ def planned(specs: Specs, hidden_rows: bool) -> Iterator[Plan]:
     yield Plan("plain", "wrong scales, orders, axes, ids and masks", "plain", usual)
     if valued:
         yield Plan("scales", "epsilon, activations, saturation: rows from 0.01 to 100", "scales", usual)
-        yield Plan("shifted", "fast variance and lost digits: rows near 10 that hardly vary", "shifted", usual)
+        yield Plan("shifted", "fast variance and lost digits: rows near 10 and -10 that hardly vary", "shifted", usual)
         yield Plan("low variance", "epsilon and where it stands: rows that vary by 0.001", "low variance", usual)
     if masked:
         yield Plan("padding", "masks at the end of each entry, of different lengths", "plain", usual, "padding")
@@ -395,7 +395,7 @@ def drawn_values(
     elif style == "shifted":
         # Half precision has few digits near the offset: there values must differ by more.
         spread = max(SPREAD, 16 * UNIT[dtype.name] * SHIFT)
-        values = SHIFT * (1 + 0.1 * rng.standard_normal(rows)) + spread * values
+        values = SHIFT * rng.choice((-1, 1), rows) * (1 + 0.1 * rng.standard_normal(rows)) + spread * values
     elif style == "low variance":
         values *= 1e-3
     if low is not None:

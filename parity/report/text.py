@@ -82,7 +82,7 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     lines = []
     for level in report.levels:
         if level.status != "not run":
-            hidden = brief and level.level in ("native", "gradients") or seen and not shown and level.level == "identical"
+            hidden = (brief and level.level in ("native", "gradients")) or (seen and not shown and level.level == "identical")
             lines += level_lines(level, max(1, shown), brief=hidden)
     for why, names in alike.items():
         lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
