@@ -72,7 +72,9 @@ def test_the_same_seed_makes_the_same_numbers_and_every_set_and_argument_others(
     one, same, other = (parity.probe_inputs(*SPECS, SPECS[0], seed=seed) for seed in (0, 0, 1))
     for a, b, c in zip(one, same, other, strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a.args, b.args, strict=True))
-        assert not any(np.array_equal(x, y) for x, y in zip(a.args, c.args, strict=True))
+        # Padding is the same for every seed: from the whole length down.
+        equal = [np.array_equal(x, y) for x, y in zip(a.args, c.args, strict=True)]
+        assert equal == [False, False, a.name == "padding", False]
         assert not np.array_equal(a.args[0], a.args[3])
     assert not np.array_equal(one[0].args[1], one[1].args[1])
 
@@ -190,7 +192,7 @@ def test_no_note_is_made_of_inputs_that_see_faults():
 def test_a_fault_that_plain_inputs_hide_is_found_and_the_set_named():
     torch_model, flax_model = block()
     flax_model.norm.use_fast_variance = True
-    sets = parity.probe_inputs(("batch", "length", WIDTH))
+    sets = parity.probe_inputs(("batch", "length", WIDTH))[:3]
     levels = ("structure", "native")
     plain = parity.compare(torch_model, flax_model, sets[0], levels=levels, modes="compiled")
     assert plain.passed and plain.inputs == "plain" and plain.sets == ()
@@ -200,7 +202,7 @@ def test_a_fault_that_plain_inputs_hide_is_found_and_the_set_named():
     assert [(one.failed, one.verdict) for one in report.sets if one.name == "shifted"] == [(("native",), "differs")]
     text = str(report)
     assert text.startswith(
-        "NOT the same function on the inputs 'shifted'\n  1 of 6 input sets fail: shifted; agreeing: plain, scales"
+        "NOT the same function on the inputs 'shifted'\n  1 of 3 input sets fail: shifted; agreeing: plain, scales"
     )
     data = report.to_dict()
     assert data["inputs"] == "shifted" and [one["name"] for one in data["sets"]] == [one.name for one in sets]
