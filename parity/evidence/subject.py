@@ -1,5 +1,6 @@
 """A pair of models and one call of both, checked, with every run made once and kept."""
 
+import copy
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.numerics import UNIT, jittered
+from parity.evidence.numerics import UNIT, finite_scale, jittered, wide
 from parity.evidence.padding import Padding
 from parity.evidence.repeatability import refuse_flax, refuse_torch
 from parity.evidence.trees import flatten, mapped
@@ -21,6 +22,8 @@ from parity.weights.pairing import Pairing, pair
 # Torch runs on jittered numbers beside the plain one: with a single run instead of five the
 # precision rule gave 2 false alarms in 2,016 clean trials, with five none.
 JITTERED_RUNS = 4
+# By this part of the largest of them inputs are moved where a tie or a kink is to be left.
+MOVED = 2.0**-8
 
 
 class Subject:
@@ -256,9 +259,30 @@ class Subject:
         return int(self.watched_kinks.near)
 
     @property
-    def exact_ties(self) -> int:
-        """How many values lie on a kink or tie for a maximum exactly."""
+    def ties(self) -> int:
+        """How many values tie for a maximum exactly: there frameworks choose other gradients."""
+        return int(self.watched_kinks.ties)
+
+    @property
+    def on_kinks(self) -> int:
+        """How many values lie on a kink exactly."""
         return int(self.watched_kinks.exact)
+
+    @cached_property
+    def off_ties(self) -> "Subject":
+        """The same pair on inputs that are moved a little, each by another amount, so that nothing ties."""
+        rng = np.random.default_rng([self.seed, 6])
+
+        def move(_: str, array: np.ndarray) -> np.ndarray:
+            step = rng.uniform(-1, 1, array.shape) * MOVED * (finite_scale(array) or 1.0)
+            return np.asarray((wide(array) + step).astype(array.dtype))
+
+        other = copy.copy(self)
+        for name, kept in vars(Subject).items():
+            if isinstance(kept, cached_property) and name not in ("dtype", "cotangents"):
+                other.__dict__.pop(name, None)
+        other.call = changed(self.call, move)
+        return other
 
     @cached_property
     def watched_kinks(self) -> Any:

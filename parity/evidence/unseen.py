@@ -1,42 +1,33 @@
 """What outputs and gradients cannot show of a pair: parameters that nothing depends on, ties, denormal numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 
-from parity.evidence.calls import Evaluation
 from parity.evidence.notes import Note
-from parity.evidence.numerics import finite_scale, largest_gap, numpy_float, precision, semantics_bound, wide
-from parity.evidence.subject import Subject, changed
+from parity.evidence.numerics import finite_scale, largest_gap, numpy_float, precision, wide
+from parity.evidence.subject import Subject
 
 # A gradient that much smaller than those beside it is zero in exact arithmetic, and so is a change of an output.
 NOTHING = 1e-10
+# By how many times itself a parameter is changed, to see whether anything depends on it.
+FAR = (1.0, 1e3)
 # Names in a note: enough to see which they are.
 SHOWN = 4
-# Values are moved by up to this part of themselves where a tie or a kink is to be left.
-MOVED = 2.0**-16
 
 
-def unseen_parameters(subject: Subject, scales: dict[str, float]) -> list[Note]:
+def unseen_parameters(subject: Subject) -> list[Note]:
     """Parameters whose gradient is zero: those on which no output depends, and the others.
 
-    A zero gradient may come of these inputs alone (a dead unit), so the parameters are changed too.
-
-    Args:
-        subject: the pair, its gradients computed.
-        scales: the magnitude by which each gradient is judged.
+    A zero gradient may come of these inputs alone (a unit that is off), so the parameters are changed too.
     """
-    gradients = subject.torch_wide.gradients
+    scales = {path: finite_scale(gradient) for path, gradient in subject.torch_wide.gradients.items()}
     largest = max(scales.values(), default=0.0)
-    suspects = [
-        path
-        for path, gradient in gradients.items()
-        if not path.startswith("input ") and finite_scale(gradient) <= NOTHING * (scales.get(path) or largest)
-    ]
+    suspects = [path for path, scale in scales.items() if not path.startswith("input ") and scale <= NOTHING * largest]
     # All at once first: in most models there are none, or all of them are unseen.
     blind = suspects if not suspects or unmoved(subject, suspects) else [p for p in suspects if unmoved(subject, [p])]
-    still = [path for path in suspects if path not in blind]
+    still = [path for path in suspects if path not in blind and scales[path] == 0]
     notes = []
     if blind:
         text = f"the outputs do not depend on: {shown(blind)}; only the level weights compares them"
@@ -52,7 +43,11 @@ def shown(names: Sequence[str]) -> str:
 
 
 def unmoved(subject: Subject, paths: list[str]) -> bool:
-    """Whether torch's outputs in float64 stay the same if these parameters become others."""
+    """Whether torch's outputs in float64 stay the same if these parameters become others, near by and far off."""
+    return all(same_outputs(subject, paths, size) for size in FAR)
+
+
+def same_outputs(subject: Subject, paths: list[str], size: float) -> bool:
     rng = np.random.default_rng([subject.seed, 5])
     leaves = subject.torch.leaves(subject.torch_model)
     chosen = {leaf.identity for leaf in leaves if leaf.path in paths}
@@ -60,7 +55,7 @@ def unmoved(subject: Subject, paths: list[str]) -> bool:
     for leaf in leaves:
         if leaf.identity in chosen and leaf.identity not in made:
             values = wide(leaf.read())
-            made[leaf.identity] = values + rng.standard_normal(values.shape) * (finite_scale(values) or 1.0)
+            made[leaf.identity] = values + rng.standard_normal(values.shape) * size * (finite_scale(values) or 1.0)
     weights = {leaf.path: made[leaf.identity] for leaf in leaves if leaf.identity in made}
     with subject.torch.pinned():
         run = subject.torch.evaluate(subject.torch_model, subject.call, dtype="float64", weights=weights)
@@ -114,42 +109,16 @@ def explained_by_flushing(
     )
 
 
-def explained_by_ties(subject: Subject, path: str, counterpart: Callable[[Evaluation, np.ndarray], np.ndarray | None]) -> str:
-    """The end of a sentence about a gradient, if it agrees once the inputs are moved off ties and kinks.
-
-    Args:
-        subject: the pair.
-        path: of the gradient.
-        counterpart: Flax's gradient in torch's layout, from a run of Flax and torch's own gradient.
-    """
-    if not subject.exact_ties:
-        return ""
-    rng = np.random.default_rng([subject.seed, 6])
-
-    def off(_: str, array: np.ndarray) -> np.ndarray:
-        moved = wide(array) + rng.uniform(-1, 1, array.shape) * MOVED * (finite_scale(array) or 1.0)
-        return np.asarray(moved.astype(array.dtype))
-
-    call = changed(subject.call, off)
-    with subject.torch.pinned():
-        mine = subject.torch.evaluate(subject.torch_model, call, dtype="float64", cotangents=subject.cotangents)
-        near = subject.torch.evaluate(subject.torch_model, call, cotangents=subject.cotangents)
-    theirs = subject.flax.evaluate(subject.flax_model, call, dtype="float64", cotangents=subject.cotangents, quick=True)
-    other = counterpart(theirs, mine.gradients[path])
-    bound = semantics_bound(wide(near.gradients[path]), mine.gradients[path])
-    if other is None or largest_gap(other, mine.gradients[path]) > bound:
-        return ""
-    return (
-        f"; {subject.exact_ties} values lie exactly on a kink or tie for a maximum, where frameworks choose other gradients: "
-        "on inputs moved off them it agrees"
-    )
-
-
 def undecided_integers(subject: Subject, path: str, wrong: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Where whole numbers that differ hang on a tie: torch's own change there when its roundings are moved."""
+    """Where whole numbers that differ hang on a tie: torch's own change there, or it is gone on inputs without ties."""
     runs = subject.shaken_wide if dtype == "float64" else [*subject.ensemble, *subject.shaken]
-    plain = (subject.torch_wide if dtype == "float64" else subject.torch_native).outputs[path]
+    side = "wide" if dtype == "float64" else "native"
+    plain = getattr(subject, f"torch_{side}").outputs[path]
     moved = np.zeros(wrong.shape, bool)
     for run in runs:
         moved |= run.outputs[path] != plain
+    if (wrong & ~moved).any() and subject.ties:
+        mine, theirs = (getattr(subject.off_ties, f"{name}_{side}").outputs.get(path) for name in ("torch", "flax"))
+        if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs):
+            return wrong
     return wrong & moved

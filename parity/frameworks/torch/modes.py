@@ -36,20 +36,22 @@ class Kinks(TorchDispatchMode):
 
     Attributes:
         near: how many values lie within `units` * u * scale of a kink or a tie, but not on it.
-        exact: how many lie on it. That is no question of rounding, but frameworks choose other gradients there.
+        exact: how many lie on a kink. That is no question of rounding: dead units feed no gradient.
+        ties: how many tie for a maximum. Nor is that, but frameworks choose other gradients there.
     """
 
     # Operation and the place of its kink; clamp and hardtanh have theirs in the arguments.
     PLACES = ("relu", "leaky_relu", "abs", "threshold", "hardtanh", "clamp", "clamp_min", "clamp_max", "elu", "sign")
     # Operations that choose among the values along an axis, or in a window.
-    CHOICES = ("max", "min", "amax", "amin", "topk", "sort", "median", "kthvalue", "cummax", "cummin")
+    CHOICES: tuple[str, ...] = ("max", "min", "amax", "amin", "topk", "sort", "median", "kthvalue", "cummax", "cummin")
+    CHOICES += ("argmax", "argmin")
     PAIRS = ("maximum", "minimum", "max", "min")
     # A score of -1e9 or beyond is hidden: it says nothing of the rounding of the others.
     HIDDEN = 1e9
 
     def __init__(self, unit: float, units: float = 64.0):
         super().__init__()
-        self.unit, self.units, self.near, self.exact = unit, units, 0, 0
+        self.unit, self.units, self.near, self.exact, self.ties = unit, units, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -57,22 +59,23 @@ class Kinks(TorchDispatchMode):
             x, others = args[0].detach(), [a for a in args[1:] if isinstance(a, Tensor)]
             if name.rstrip("_") in self.PLACES:
                 bounds = [a for a in args[1:] if isinstance(a, int | float)] if "clamp" in name or name == "hardtanh" else [0.0]
-                self.count(x[x.isfinite()], [(x - b).abs() for b in bounds])
+                self.exact += self.count(x[x.isfinite()], [(x - b).abs() for b in bounds])
             elif name in self.PAIRS and others:
-                self.count(self.shown(x), [(x - others[0].detach()).abs()])
+                self.ties += self.count(self.shown(x), [(x - others[0].detach()).abs()])
             elif name in self.CHOICES:
-                self.count(self.shown(x), [gaps(x, func, args)])
+                self.ties += self.count(self.shown(x), [gaps(x, func, args)])
             elif name.startswith("max_pool"):
-                self.count(self.shown(x), [window_gaps(x, func, args, kwargs or {})])
+                self.ties += self.count(self.shown(x), [window_gaps(x, func, args, kwargs or {})])
         return func(*args, **(kwargs or {}))
 
     def shown(self, x: Tensor) -> Tensor:
         return x[x.isfinite() & (x.abs() < self.HIDDEN)]
 
-    def count(self, values: Tensor, distances: list[Tensor]) -> None:
+    def count(self, values: Tensor, distances: list[Tensor]) -> int:
+        """How many distances are none; those that rounding could close are added to `near`."""
         margin = self.units * self.unit * float(values.abs().max()) if values.numel() else 0.0
         self.near += sum(int(((d <= margin) & (d > 0)).sum()) for d in distances)
-        self.exact += sum(int((d == 0).sum()) for d in distances)
+        return sum(int((d == 0).sum()) for d in distances)
 
 
 def gaps(x: Tensor, func: Any, args: Any) -> Tensor:
@@ -86,9 +89,9 @@ def gaps(x: Tensor, func: Any, args: Any) -> Tensor:
     steps = ordered[..., 1:] - ordered[..., :-1]
     name = func.overloadpacket.__name__
     # Of a maximum only the first two count, of a sorted axis all.
-    if name in ("max", "amax"):
+    if name in ("max", "amax", "argmax"):
         steps = steps[..., -1:]
-    elif name in ("min", "amin"):
+    elif name in ("min", "amin", "argmin"):
         steps = steps[..., :1]
     return steps[~steps.isnan()]
 
