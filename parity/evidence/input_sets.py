@@ -54,6 +54,18 @@ def given_sets(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[
     return [InputSet("", "", args, kwargs or {})]
 
 
+def one_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of one call, which may stand in an input set.
+
+    Raises:
+        InputError: there are several sets; all that `given_sets` raises.
+    """
+    sets = given_sets(args, kwargs)
+    if len(sets) > 1:
+        raise InputError(f"give one of the {len(sets)} input sets: {', '.join(repr(one.name) for one in sets)}")
+    return sets[0].args, sets[0].kwargs
+
+
 def climbed(sets: Sequence[InputSet], climb: Callable[[InputSet, bool, bool], Report]) -> Report:
     """One report for all sets.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
+from parity.evidence.input_sets import one_call
 from parity.evidence.numerics import UNIT, finite_scale, jittered, wide
 from parity.evidence.padding import Padding
 from parity.evidence.repeatability import refuse_flax, refuse_torch
@@ -32,7 +33,7 @@ class Subject:
     Args:
         torch_model: a `torch.nn.Module` in eval mode.
         flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
-        args: positional arguments for both, arrays of any framework or NumPy.
+        args: positional arguments for both, arrays of any framework or NumPy; or one input set.
         kwargs: keyword arguments for both.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
@@ -63,6 +64,7 @@ class Subject:
     ):
         self.torch, self.flax = load("torch"), flax_room(flax_model)
         problems = argument_problems(kwargs, seed)
+        args, kwargs = (args, kwargs) if problems else one_call(args, kwargs)
         if not self.torch.is_model(torch_model):
             problems.append(f"the first model must be a torch.nn.Module, got {described(torch_model, self)}")
         if not self.flax.is_model(flax_model):

@@ -73,7 +73,8 @@ def followed(value: Any, seen: set[int], depth: int) -> Restore:
     if isinstance(value, tuple):
         return every([followed(part, seen, depth - 1) for part in value])
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    # What torch keeps for itself, such as what it has compiled, is no state of the user's.
+    if isinstance(attributes, dict) and type(value).__module__.partition(".")[0] != "torch":
         return kept_dict(attributes, [followed(part, seen, depth - 1) for part in attributes.values()])
     return unchanged
 

@@ -204,6 +204,9 @@ def test_a_fault_that_plain_inputs_hide_is_found_and_the_set_named():
     assert text.startswith(
         "NOT the same function on the inputs 'shifted'\n  1 of 3 input sets fail: shifted; agreeing: plain, scales"
     )
+    assert parity.trace(torch_model, flax_model, sets[2]).passed
+    with pytest.raises(parity.InputError, match="give one of the 3 input sets: 'plain', 'scales', 'shifted'"):
+        parity.trace(torch_model, flax_model, sets)
     data = report.to_dict()
     assert data["inputs"] == "shifted" and [one["name"] for one in data["sets"]] == [one.name for one in sets]
 
