@@ -7,7 +7,7 @@ from parity.errors import InputError, raised, users_line
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, climbed, given_sets
-from parity.evidence.ladder import CLIMB
+from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
 from parity.evidence.notes import Note
 from parity.evidence.repeatability import refuse_flax
@@ -164,7 +164,7 @@ def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
     wide = "identical" in climbed
     found += subject.padding.notes(subject.torch_whole if wide else subject.torch_native, subject.flax_whole if wide else None)
     found += flushed(subject) if "native" in climbed else []
-    if "gradients" in climbed and subject.torch_wide.gradients:
+    if "gradients" in climbed and subject.torch_wide.gradients and numbers(subject.torch_wide):
         found += unseen_parameters(subject)
     return tuple(found)
 
