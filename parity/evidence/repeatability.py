@@ -21,7 +21,9 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> str | None:
         if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
             same = mine.shape == theirs.shape and mine.dtype == theirs.dtype and bool(same_bits(mine, theirs).all())
         else:
-            same = type(mine) is type(theirs) and not isinstance(mine, np.ndarray) and bool(mine == theirs)
+            # Of other objects, such as a cache, two runs return two, and nothing says whether they are equal.
+            plain = isinstance(mine, bool | int | float | str)
+            same = type(mine) is type(theirs) and (not plain or mine == theirs or (mine != mine and theirs != theirs))
         if not same:
             return path
     return next((path for path in other if path not in one), None)
@@ -62,6 +64,8 @@ def refuse_flax(room: Any, model: Any, call: Call, *, reseed: bool) -> None:
     # Run once and compiled, the check is cheap; only a module's name costs a run that records all of them.
     if reseed and unequal(*(room.evaluate(model, call, quick=True, reseed=seed).outputs for seed in seeds)) is None:
         return
+    if not reseed and same_traces(room, model, call):
+        return
     try:
         (first, modules), (second, others) = (room.capture(model, call, reseed=seed) for seed in seeds)
     except Exception:
@@ -74,6 +78,14 @@ def refuse_flax(room: Any, model: Any, call: Call, *, reseed: bool) -> None:
     kinds = {layer.path: layer.kinds[0] for layer in room.layers(model) if layer.kinds}
     why = "returns other numbers with other random keys" if reseed else "returns different numbers for the same input"
     raise InputError(f"the Flax model {why}; {beginning([modules, others], kinds)}{ADVICE['flax']}", "not repeatable")
+
+
+def same_traces(room: Any, model: Any, call: Call) -> bool:
+    """Whether jax traces a model alike twice; a model that decides by values cannot be traced, and has to be run."""
+    try:
+        return bool(room.traced(model, call) == room.traced(model, call))
+    except Exception:
+        return False
 
 
 def beginning(runs: list[list[Captured]], kinds: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from parity.evidence.notes import Note
-from parity.evidence.numerics import finite_scale, largest_gap, numpy_float, precision, wide
+from parity.evidence.numerics import finite_scale, largest_gap, precision, wide
 from parity.evidence.subject import Subject
 
 # A gradient that much smaller than those beside it is zero in exact arithmetic, and so is a change of an output.
@@ -86,8 +86,8 @@ def is_denormal(array: np.ndarray) -> np.ndarray:
     """Where an array holds numbers below the smallest normal one."""
     if "float" not in str(array.dtype):
         return np.zeros(array.shape, bool)
-    magnitude = np.abs(wide(array))
-    return (magnitude > 0) & (magnitude < float(ml_dtypes.finfo(numpy_float(str(array.dtype))).tiny))
+    smallest = np.asarray(ml_dtypes.finfo(array.dtype).tiny, array.dtype)
+    return (np.abs(array) < smallest) & (array != 0)
 
 
 def explained_by_flushing(

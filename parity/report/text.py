@@ -14,6 +14,7 @@ WIDTH = 60
 # What a report on a failure may take, and at how many characters its sentences are cut where it would take more.
 SCREEN, COLUMNS = 30, 80
 CUT = 2 * COLUMNS
+LAST = 2
 
 
 def report_text(report: "Report") -> str:
@@ -26,7 +27,11 @@ def report_text(report: "Report") -> str:
         lines = failure_lines(report, shown)
         if rows(lines) <= SCREEN:
             return "\n".join(lines)
-    return "\n".join(line if len(line) <= CUT else f"{line[: CUT - 4]} ..." for line in lines)
+    lines = [line if len(line) <= CUT else f"{line[: CUT - 4]} ..." for line in lines]
+    if rows(lines) > SCREEN:
+        lines = [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines if line]
+    # Whatever the models are called: the beginning, and what to do next.
+    return "\n".join([*lines[: SCREEN - LAST - 1], "  ...", *lines[-LAST:]] if len(lines) > SCREEN else lines)
 
 
 def rows(lines: Sequence[str]) -> int:
@@ -82,8 +87,9 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     lines = []
     for level in report.levels:
         if level.status != "not run":
-            hidden = (brief and level.level in ("native", "gradients")) or (seen and not shown and level.level == "identical")
-            lines += level_lines(level, max(1, shown), brief=hidden)
+            below = brief and level.level in ("native", "gradients")
+            above = seen and not shown and level.level not in ("weights", "structure")
+            lines += level_lines(level, max(1, shown), brief=below or above)
     for why, names in alike.items():
         lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
     if stopped and not raising:

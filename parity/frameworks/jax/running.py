@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -199,6 +200,27 @@ def run(
 def compile_body(body: Callable[..., Any], quick: bool) -> Callable[..., Any]:
     options = QUICK.get(platform()) if quick else None
     return jax.jit(body, compiler_options=options)
+
+
+def program_text(prepared: Prepared) -> tuple[str, list[bytes]]:
+    """A program as jax traces it anew, and the constants in it: what Python drew while tracing stands there."""
+    program, *given, arguments = prepared
+    body = functional(program, arguments.skeleton, None)
+    # A function of its own each time, or jax would find the last trace again.
+    traced = jax.make_jaxpr(lambda *args: body(*args))(  # noqa: PLW0108
+        *given, arguments.values, arguments.others, {}
+    )
+    return re.sub("0x[0-9a-f]+", "", str(traced)), [np.asarray(c).tobytes() for c in constants(traced)]
+
+
+def constants(traced: Any) -> Iterator[Any]:
+    """The arrays in a traced program, and in those inside of it."""
+    yield from (c for c in getattr(traced, "consts", ()) if not jnp.issubdtype(jnp.asarray(c).dtype, jax.dtypes.prng_key))
+    for equation in getattr(traced, "jaxpr", traced).eqns:
+        for parameter in equation.params.values():
+            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from constants(part)
 
 
 def outcome(prepared: Prepared) -> str | tuple[tuple[int, ...], ...]:

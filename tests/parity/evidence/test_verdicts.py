@@ -14,6 +14,8 @@ from flax import linen, nnx
 from torch import nn
 
 import parity
+from parity.evidence.repeatability import unequal
+from parity.evidence.result import LEVELS
 from parity.frameworks import load
 
 X = normal(3, 4)
@@ -36,7 +38,7 @@ class FlaxOther(nnx.Module):
 
 
 def test_models_without_a_common_parameter_cannot_be_paired():
-    report = parity.compare(two()[0], FlaxOther(), X, levels=("weights", "structure", "identical"))
+    report = parity.compare(two()[0], FlaxOther(), X, levels=("weights", "structure"), diagnose=False)
     assert report.verdict == "cannot be paired"
     lines = str(report).splitlines()
     assert lines[0] == "NOT the same function: they cannot be paired, no parameter has a counterpart"
@@ -163,6 +165,26 @@ def test_a_torch_model_that_draws_is_refused_with_the_module_where_it_begins(tor
 
 def test_a_model_that_draws_and_returns_the_same_is_compared():
     assert parity.compare(draw(TorchDrawsRarely(), "two"), two()[1], X, **STRUCTURE).passed
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path"),
+    [
+        ({"": X}, {"": X.copy()}, None),
+        ({"": X}, {"": X + 1}, ""),
+        ({"a": X, "b": X}, {"a": X, "b": X[:2]}, "b"),
+        ({"a": X}, {"a": X.astype(np.float64)}, "a"),
+        ({"a": X}, {"a": X, "b": X}, "b"),
+        ({"a": X, "b": X}, {"a": X}, "b"),
+        ({"a": np.full(2, np.nan), "b": float("nan")}, {"a": np.full(2, np.nan), "b": float("nan")}, None),
+        ({"n": 1}, {"n": 2}, "n"),
+        ({"n": 1}, {"n": X}, "n"),
+        # Two caches are two objects.
+        ({"cache": object(), "none": None}, {"cache": object(), "none": None}, None),
+    ],
+)
+def test_two_runs_are_unequal_where_their_outputs_are(one, other, path):
+    assert unequal(one, other) == path
 
 
 class FlaxDrop(nnx.Module):
@@ -338,13 +360,13 @@ def test_a_model_that_leaves_all_as_it_was_is_told_of_nothing():
 
 
 def deep(fault: bool):
-    """Twelve layers, every second one wrong."""
+    """Eight layers, every second one wrong."""
 
     class FlaxScaled(nnx.Linear):
         def __call__(self, x):
             return super().__call__(x) * 1.01
 
-    kinds = [FlaxScaled if fault and number % 2 else nnx.Linear for number in range(12)]
+    kinds = [FlaxScaled if fault and number % 2 else nnx.Linear for number in range(8)]
     torch_model = nn.Sequential(*(nn.Linear(4, 4) for _ in kinds))
     return transferred(torch_model, nnx.Sequential(*(kind(4, 4, rngs=nnx.Rngs(0)) for kind in kinds)), "deep")
 
@@ -358,9 +380,20 @@ def test_a_failure_takes_at_most_a_screen_in_the_order_where_how_much_why_what_n
     found = [next(number for number, line in enumerate(lines) if part in line) for part in order]
     assert found == sorted(found) and lines[-1].startswith("  next: ")
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert len(data["diagnosis"]["isolation"]["modules"]) >= 12
+    assert len(data["diagnosis"]["isolation"]["modules"]) >= 8
     assert {note["code"] for note in data["notes"]} >= {"constant", "batch-of-one"}
     assert data["verdict"] == "differs"
+
+
+def test_a_screen_is_enough_whatever_the_models_are_called():
+    result, finding = parity.evidence.result.LevelResult, parity.evidence.result.Finding
+    levels = tuple(
+        result(level, "failed", "s" * 300, {}, tuple(finding("w" * 200, "f" * 500) for _ in range(9)), ("n" * 400,) * 9)
+        for level in LEVELS
+    )
+    lines = str(parity.Report(levels, notes=tuple(parity.Note("constant", "a", "t" * 300) for _ in range(9)))).splitlines()
+    assert sum(max(1, -(-len(line) // 80)) for line in lines) <= 30
+    assert lines[0] == "NOT the same function" and lines[-1] == "  seed 0"
 
 
 def test_every_verdict_is_one_of_the_table():
