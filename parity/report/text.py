@@ -108,13 +108,15 @@ def next_lines(report: "Report") -> list[str]:
     }
     if report.verdict in told:
         return [f"  next: {told[report.verdict]}"]
-    if not faults or report.diagnosis is None:
+    if report.verdict == "not proved":
+        # The line of the levels that could not run says what to do.
         return []
-    return [
-        "  next: make the change, then compare again"
-        if report.diagnosis.causes
-        else "  next: look at the code of these modules"
-    ]
+    if report.diagnosis is None:
+        return ["  next: parity.diagnose tells which modules are wrong, and why"]
+    if not faults:
+        return ["  next: parity.trace shows every module in torch's order"]
+    known = "make the change, then compare again"
+    return [f"  next: {known if report.diagnosis.causes else 'look at the code of these modules'}"]
 
 
 def why_lines(diagnosis: "Diagnosis", shown: int = 3) -> list[str]:
