@@ -135,6 +135,10 @@ class Padding:
         return tuple(found)
 
 
+# No output is padded.
+NOWHERE = Padding(None)
+
+
 def fits(mask: tuple[int, ...], front: tuple[int, ...]) -> bool:
     return all(a in (1, b) for a, b in zip(mask, front, strict=True))
 

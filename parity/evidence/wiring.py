@@ -9,7 +9,7 @@ import numpy as np
 from parity.errors import first_line
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import same_bits, wide
-from parity.evidence.padding import Padding
+from parity.evidence.padding import NOWHERE, Padding
 from parity.evidence.probes import BITS, SATURATION, probe_call, probe_weights
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
@@ -65,7 +65,7 @@ def narrow(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {path: made.setdefault(id(array), array.astype(np.float32)) for path, array in weights.items()}
 
 
-def compare_bits(probe: Probe, flax32: Evaluation, padding: Padding) -> LevelResult:
+def compare_bits(probe: Probe, flax32: Evaluation, padding: Padding = NOWHERE) -> LevelResult:
     findings, proved_count, total = [], 0, 0
     for path, expected in arrays(probe.torch32):
         where = f"output {path}" if path else "output"
