@@ -324,6 +324,8 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
             findings += found
             worst = max(worst, ratio)
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
+    if findings:
+        figures["atol"] = max(finding.figures.get("atol", 0.0) for finding in findings)
     summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed"
     return verdict("native", findings, summary, figures, tuple(notes))
 

@@ -79,7 +79,9 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     """Every level; those that could not run for one reason together."""
     raising = report.verdict == "one side raises"
     brief = any(level.level == "identical" and level.status == "failed" for level in report.levels)
-    seen = report.trace is not None and report.trace.first_divergence() is not None
+    divergence = report.trace is not None and report.trace.first_divergence() is not None
+    # Where the numbers stand in another section, a level may go without them.
+    seen = divergence or (report.diagnosis is not None and bool(report.diagnosis.isolation.faults))
     stopped = [level for level in report.levels if level.status == "not run"]
     alike: dict[str, list[str]] = {}
     for level in stopped:
@@ -90,6 +92,8 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
             below = brief and level.level in ("native", "gradients")
             above = seen and not shown and level.level not in ("weights", "structure")
             lines += level_lines(level, max(1, shown), brief=below or above)
+            if (below or above) and not divergence and level.figures.get("atol"):
+                lines.append(f"      would pass at atol={level.figures['atol']:.3g}")
     for why, names in alike.items():
         lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
     if stopped and not raising:
