@@ -63,7 +63,7 @@ class Kinks(TorchDispatchMode):
             elif name in self.PAIRS and others:
                 self.ties += self.count(self.shown(x), [(x - others[0].detach()).abs()])
             elif name in self.CHOICES:
-                self.ties += self.count(self.shown(x), [gaps(x, func, args)])
+                self.ties += self.count(self.shown(x), [gaps(x, func, args, kwargs or {})])
             elif name.startswith("max_pool"):
                 self.ties += self.count(self.shown(x), [window_gaps(x, func, args, kwargs or {})])
         return func(*args, **(kwargs or {}))
@@ -78,16 +78,18 @@ class Kinks(TorchDispatchMode):
         return sum(int((d == 0).sum()) for d in distances)
 
 
-def gaps(x: Tensor, func: Any, args: Any) -> Tensor:
+def gaps(x: Tensor, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Between neighbours in order along the axis of a choice; of all values where it has none."""
-    axis = next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), None)
-    if func.overloadpacket.__name__ in ("topk", "kthvalue", "sort"):
-        axis = next((a for a in args[2 if func.overloadpacket.__name__ != "sort" else 1 :] if isinstance(a, int)), -1)
+    name = func.overloadpacket.__name__
+    # Behind the number of those that are chosen, if there is one.
+    first = 2 if name in ("topk", "kthvalue") else 1
+    axis = kwargs.get("dim", next((a for a in args[first:] if isinstance(a, int) and not isinstance(a, bool)), None))
+    if axis is None and name in ("topk", "kthvalue", "sort"):
+        axis = -1
     if axis is None and len(args) > 1 and isinstance(args[1], list | tuple) and len(args[1]) == 1:
         axis = args[1][0]
     ordered = (x.flatten() if axis is None or x.ndim == 0 else x.movedim(axis, -1)).sort(-1).values
     steps = ordered[..., 1:] - ordered[..., :-1]
-    name = func.overloadpacket.__name__
     # Of a maximum only the first two count, of a sorted axis all.
     if name in ("max", "amax", "argmax"):
         steps = steps[..., -1:]
