@@ -27,6 +27,13 @@ from parity.evidence.hypotheses.suspect import Suspect as Suspect
 from parity.evidence.hypotheses.suspect import Variant as Variant
 from parity.evidence.hypotheses.table import Hypothesis as Hypothesis
 from parity.evidence.hypotheses.table import add_hypothesis as add_hypothesis
+from parity.evidence.input_sets import InputSet as InputSet
+from parity.evidence.inputs import Ids as Ids
+from parity.evidence.inputs import Mask as Mask
+from parity.evidence.inputs import Values as Values
+from parity.evidence.inputs import probe_inputs as probe_inputs
+from parity.evidence.notes import NOTE_CODES as NOTE_CODES
+from parity.evidence.notes import Note as Note
 from parity.evidence.result import LEVELS as LEVELS
 from parity.evidence.result import PROVES as PROVES
 from parity.evidence.result import Diff as Diff
@@ -35,6 +42,7 @@ from parity.evidence.result import Trace as Trace
 from parity.evidence.rule_check import RuleCheck as RuleCheck
 from parity.evidence.rule_check import check_rule as check_rule
 from parity.evidence.trace import trace as trace
+from parity.evidence.verdicts import VERDICTS as VERDICTS
 from parity.linen import Linen as Linen
 from parity.report.html import html_ready as html_ready
 from parity.suite import CaseResult as CaseResult

@@ -1,7 +1,12 @@
 """What parity raises. Every message names the values seen, what was wanted, and one thing to do."""
 
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+# Frames of these packages are not the user's.
+INSIDE = frozenset(("torch", "jax", "jaxlib", "flax", "numpy", "parity", "contextlib", "functools", "jaxtyping", "optax"))
 
 
 class ParityError(Exception):
@@ -9,7 +14,15 @@ class ParityError(Exception):
 
 
 class InputError(ParityError, ValueError):
-    """The call cannot be carried out as it stands. Nothing of the caller's was changed."""
+    """The call cannot be carried out as it stands. Nothing of the caller's was changed.
+
+    Attributes:
+        code: which of the verdicts of `parity.VERDICTS` it is, '' where it is none of them.
+    """
+
+    def __init__(self, message: str = "", code: str = ""):
+        super().__init__(message)
+        self.code = code
 
 
 class TransferError(InputError):
@@ -46,3 +59,18 @@ def listed(heading: str, problems: Sequence[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def raised(error: BaseException) -> str:
+    """An error in one line, with the last line of the user's own code on its way."""
+    where = users_line(error)
+    return f"{type(error).__name__}: {first_line(error)}" + (f" (at {where})" if where else "")
+
+
+def users_line(error: BaseException) -> str:
+    """File, line and function of the last frame of an error that belongs to no framework; '' if there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in INSIDE:
+            found = f"{Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    return found

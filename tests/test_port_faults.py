@@ -409,7 +409,7 @@ def test_A10_a_float_mask_is_added_here_and_a_switch_there():
         lambda scores, mask: jnp.where(mask != 0, -jnp.inf, scores),
     ):
         report = both(added, flax_function(wrong), torch_function, q, k, v, kwargs={"mask": mask})
-        assert any("kwargs['mask'] is a floating point mask of 0 and 1" in note for note in report.notes)
+        assert any("kwargs['mask'] is a floating point mask of 0 and 1" in str(note) for note in report.notes)
 
 
 def test_A11_a_mask_over_batch_and_keys_is_no_mask_over_queries_and_keys():

@@ -28,10 +28,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Outputs by path, and gradients by `input ...` or parameter path."""
+    """What a run returned, and what it did besides.
+
+    Attributes:
+        outputs: by path.
+        gradients: by `input ...` or parameter path.
+        written: paths of arguments, or of containers of them, that the model wrote into.
+        attributes: plain attributes of modules that the model changed; they are as they were again.
+    """
 
     outputs: dict[str, Any]
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,19 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from parity.errors import InputError, first_line
+from parity.errors import InputError, raised, users_line
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.dropping import replayed
-from parity.evidence.ladder import CLIMB
+from parity.evidence.ids import check_ids
+from parity.evidence.input_sets import InputSet, climbed, given_sets
+from parity.evidence.ladder import CLIMB, numbers
+from parity.evidence.lints import lint
+from parity.evidence.notes import Note
+from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, Finding, LevelResult, Report
-from parity.evidence.subject import Subject, arrays_of
+from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
+from parity.evidence.unseen import flushed, unseen_parameters
 
 Made = TypeVar("Made")
 
@@ -27,6 +33,7 @@ def compare(
     strict: bool = False,
     diagnose: bool = True,
     dropout: str | None = None,
+    padding_mask: Any = None,
 ) -> Report:
     """Tell whether a Flax model is the same function as a torch model, level by level.
 
@@ -37,7 +44,9 @@ def compare(
     Args:
         torch_model: a `torch.nn.Module` in eval mode, unless `dropout` says otherwise. Canonical: what it does is right.
         flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
-        args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
+        args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models; or one
+            `InputSet`, or one list of them, such as `parity.probe_inputs` makes. Of several sets every one is
+            compared, and the first that fails is traced and diagnosed.
         kwargs: keyword arguments for both.
         levels: names out of `weights`, `structure`, `wiring`, `identical`, `native`, `gradients`;
             None climbs them all.
@@ -53,31 +62,44 @@ def compare(
         dropout: None refuses models that drop; `replay` takes them in train mode, and lets both drop by the masks
             that torch draws for `seed`. How they drop is part of the level `structure` then; the level `wiring`,
             inputs that do not fit and the diagnosis are left out. Batch norms must be in eval mode.
+        padding_mask: True where an output's first axes are padding, such as (batch, length); it belongs to
+            every output whose shape begins so. A mapping from output paths gives each its own. Outputs are
+            compared outside of it; the report says so, and whether they differ inside.
 
     Returns:
         The report; on failure with a trace that names the first divergence, and with a diagnosis.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
+        InputError: a model or an argument cannot be compared as it stands, both models refuse it (its `code`
+            is 'both sides raise'), ids are out of range, or a model returns other numbers when it is run
+            again ('not repeatable').
         MissingFrameworkError: a framework is not installed.
     """
     drops, ways = replays(dropout), checked_modes(modes)
     chosen = checked_levels([name for name in LEVELS if name != "wiring"] if drops and levels is None else levels)
-    subject = Subject(
-        torch_model,
-        flax_model,
-        args,
-        kwargs or {},
-        rename=rename,
-        ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
-        seed=seed,
-        gradients="gradients" in chosen,
-        dropout=drops,
-    )
-    if not drops:
-        return climb(subject, chosen, ways, strict, diagnose=diagnose)
-    with replayed(subject):
-        return climb(subject, chosen, ways, strict, spoil=False, diagnose=False)
+
+    def climb_one(one: InputSet, first: bool, explain: bool) -> Report:
+        subject = Subject(
+            torch_model,
+            flax_model,
+            one.args,
+            one.kwargs,
+            rename=rename,
+            ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
+            seed=seed,
+            gradients="gradients" in chosen,
+            dropout=drops,
+            padding_mask=padding_mask,
+        )
+        # The weights are the same whatever the inputs are.
+        wanted = chosen if first else tuple(level for level in chosen if level != "weights")
+        if not drops:
+            return climb(subject, wanted, ways, strict, diagnose=diagnose and explain, trace=explain)
+        with replayed(subject):
+            return climb(subject, wanted, ways, strict, spoil=False, diagnose=False, trace=explain)
+
+    sets = given_sets(args, kwargs)
+    return climbed(sets[:1] if chosen == ("weights",) else sets, climb_one)
 
 
 def climb(
@@ -87,6 +109,7 @@ def climb(
     strict: bool = False,
     spoil: bool = True,
     diagnose: bool = True,
+    trace: bool = True,
 ) -> Report:
     """`compare` for models that are already checked.
 
@@ -97,8 +120,11 @@ def climb(
         strict: as in `compare`.
         spoil: whether inputs that do not fit are tried too.
         diagnose: as in `compare`.
+        trace: whether a failure is traced.
     """
-    refused = refusals(subject) if set(levels) - {"weights"} else None
+    running = bool(set(levels) - {"weights"})
+    ids = check_ids(subject) if running else frozenset()
+    refused = refusals(subject) if running else None
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
     results: list[LevelResult] = []
     for level in levels:
@@ -109,10 +135,50 @@ def climb(
         else:
             results.append(attempt(level, subject, options.get(level, {})))
     failed = not refused and any(result.status == "failed" for result in results)
-    trace = attempted(lambda: trace_subject(subject)) if failed else None
+    if failed and running:
+        refuse_unrepeatable(subject)
+    path = attempted(lambda: trace_subject(subject)) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
     found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
-    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found)
+    notes = (*lint(subject, ids), *(() if refused or not running else remarks(subject, results)))
+    return Report(tuple(results), path, environment(subject), subject.seed, notes, found)
+
+
+def refuse_unrepeatable(subject: Subject) -> None:
+    """Refuse a Flax model that draws outside of jax's random keys: traced again, it returns other numbers.
+
+    Looked for only where a level failed: a model whose two draws both agree with torch draws nothing that counts.
+
+    Raises:
+        InputError: it does.
+    """
+    try:
+        refuse_flax(subject.flax, subject.flax_model, subject.call, reseed=False)
+    except InputError:
+        raise
+    except Exception:
+        return
+
+
+def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
+    """What the models do besides returning something, and what of them was compared or cannot be."""
+    climbed = {result.level for result in results if result.status in ("passed", "failed")}
+    found: list[Note] = []
+    for side, run in (("torch", subject.torch_native), ("Flax", subject.flax_native)):
+        found += [
+            Note("input-written", path, f"is written into by the {side} model; every run here was given an untouched copy")
+            for path in run.written
+        ]
+        if run.attributes:
+            names = ", ".join(run.attributes)
+            text = f"the {side} model changes plain attributes as it runs: {names}; they are put back after every run here"
+            found.append(Note("attribute-changed", "", text, {"attributes": list(run.attributes)}))
+    wide = "identical" in climbed
+    found += subject.padding.notes(subject.torch_whole if wide else subject.torch_native, subject.flax_whole if wide else None)
+    found += flushed(subject) if "native" in climbed else []
+    if "gradients" in climbed and subject.torch_wide.gradients and numbers(subject.torch_wide):
+        found += unseen_parameters(subject)
+    return tuple(found)
 
 
 def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelResult:
@@ -122,7 +188,7 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
     except InputError:
         raise
     except Exception as error:
-        return LevelResult(level, "not run", f"{type(error).__name__}: {first_line(error)}")
+        return LevelResult(level, "not run", raised(error))
 
 
 def attempted(make: Callable[[], Made]) -> Made | None:
@@ -139,28 +205,30 @@ def refusals(subject: Subject) -> LevelResult | None:
     Raises:
         InputError: both do.
     """
-    errors = {}
+    errors: dict[str, Exception] = {}
     try:
         subject.torch_native  # noqa: B018
     except InputError:
         raise
     except Exception as error:
-        errors["torch"] = f"{type(error).__name__}: {first_line(error)}"
+        errors["torch"] = error
     try:
         # What Flax is asked for depends on torch's outputs, so without them it is asked for less.
         subject.flax.evaluate(subject.flax_model, subject.call) if errors else subject.flax_native
     except InputError:
         raise
     except Exception as error:
-        errors["flax"] = f"{type(error).__name__}: {first_line(error)}"
+        errors["flax"] = error
     if len(errors) == 2:
-        raise InputError(f"both models refuse these inputs. torch: {errors['torch']}. Flax: {errors['flax']}")
+        told = f"torch: {raised(errors['torch'])}. Flax: {raised(errors['flax'])}"
+        raise InputError(f"both models refuse these inputs. {told}", "both sides raise")
     if not errors:
         return None
-    name = next(iter(errors))
-    expected, actual = ("raises " + errors["torch"], "returns") if name == "torch" else ("returns", "raises " + errors["flax"])
-    finding = Finding("", f"expected (torch) {expected}; actual (flax) {actual}")
-    return LevelResult("structure", "failed", "one side refuses the inputs", findings=(finding,))
+    [(name, error)] = errors.items()
+    expected, actual = (f"raises {raised(error)}", "returns") if name == "torch" else ("returns", f"raises {raised(error)}")
+    figures = {"raises": name, "error": type(error).__name__, "message": str(error), "line": users_line(error)}
+    finding = Finding("", f"expected (torch) {expected}; actual (flax) {actual}", figures)
+    return LevelResult("structure", "failed", "one side refuses the inputs", {"raises": name}, (finding,))
 
 
 def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:
@@ -197,24 +265,3 @@ def checked_levels(levels: Iterable[str] | None) -> tuple[str, ...]:
 def environment(subject: Subject) -> dict[str, str]:
     with subject.torch.pinned() as torch_settings, subject.flax.pinned() as jax_settings:
         return {**subject.torch.environment(), **subject.flax.environment(), **torch_settings, **jax_settings}
-
-
-def lint(subject: Subject) -> tuple[str, ...]:
-    """What inputs of this kind cannot show."""
-    notes = []
-    for path, array in subject.values():
-        if not array.size:
-            notes.append(f"{path} is empty: nothing is computed from it, and nothing shown")
-        elif (array == array.flat[0]).all():
-            notes.append(f"{path} is constant ({array.flat[0]!s}): a wrong scale, order or axis may not show")
-        elif array.ndim > 1 and array.shape[0] == 1:
-            notes.append(f"{path} has a batch of one: mixed-up batch entries do not show")
-    for path, array in arrays_of(subject.call):
-        masklike = path not in subject.call.castable and "float" in str(array.dtype) and array.size
-        if masklike and np_is_switch(array):
-            notes.append(f"{path} is a floating point mask of 0 and 1: some layers add such a mask, others switch by it")
-    return tuple(notes)
-
-
-def np_is_switch(array: Any) -> bool:
-    return bool(((array == 0) | (array == 1)).all())

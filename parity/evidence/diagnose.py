@@ -12,7 +12,7 @@ from parity.evidence.isolation import Isolator
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
-from parity.evidence.unseen import with_unseen
+from parity.evidence.unseen_arrays import with_unseen
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5

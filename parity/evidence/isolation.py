@@ -310,6 +310,8 @@ class Isolator:
         for name, calls in answering.items():
             for number, (call, _) in enumerate(calls):
                 self.collect_given(trial, run, name, number, call)
+        blank = self.subject.padding.blank
+        trial.expected, trial.noise, trial.actual = blank(trial.expected), blank(trial.noise), blank(trial.actual)
 
     def collect_given(self, trial: Trial, run: Alone, name: str, number: int, call: ModuleCall) -> None:
         """What the module gives one call of a child, on both sides."""

@@ -68,7 +68,7 @@ def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, A
     replies = changes.pop("replies", trial.replies)
     with subject.torch.pinned():
         run = subject.torch.alone(subject.torch_model, one.path, one.args, one.kwargs, replies, **changes)
-    return at_places(trial, run)
+    return subject.padding.blank(at_places(trial, run))
 
 
 def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:

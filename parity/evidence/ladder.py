@@ -1,6 +1,8 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from parity.evidence.numerics import (
 )
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
+from parity.evidence.unseen import explained_by_flushing, undecided_integers
 from parity.weights.pairing import Pair
 from parity.weights.paths import split
 
@@ -50,6 +53,8 @@ def weights(subject: Subject) -> LevelResult:
             )
             findings.append(Finding(p.source.path, what, {"differing": int(unequal.sum()), "elements": unequal.size}))
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
+    if pairing.unpaired and not pairing.pairs:
+        figures["cannot be paired"] = True
     notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
@@ -72,7 +77,8 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
     bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
-    return verdict("structure", findings, summary, {"outputs": len(expected)}, tuple(notes))
+    figures = {"outputs": len(expected)} | ({"trees differ": True} if set(expected) != set(actual) else {})
+    return verdict("structure", findings, summary, figures, tuple(notes))
 
 
 def compare_kind(where: str, expected: Any, actual: Any) -> list[Finding]:
@@ -173,24 +179,33 @@ def identical(subject: Subject) -> LevelResult:
         results.append(result)
         if not result.passed:
             findings.append(described_gap(where, result, wrong, actual, oracle))
-    findings += unequal_integers(subject)
+    unequal, notes = unequal_integers(subject, "float64")
+    findings += unequal
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
-    return identity_verdict("identical", results, findings)
+    return identity_verdict("identical", results, findings, tuple(notes))
 
 
 def judged(
-    subject: Subject, kind: str, path: str, actual: np.ndarray, oracle: np.ndarray, scale: float | None = None
+    subject: Subject,
+    kind: str,
+    path: str,
+    actual: np.ndarray,
+    oracle: np.ndarray,
+    scale: float | None = None,
+    *,
+    second: bool = True,
 ) -> tuple[Identity, np.ndarray]:
-    """`identity` by torch's float32 noise; if that does not explain a difference, by its float64 noise too.
+    """`identity` by torch's float32 noise; if that does not explain a difference, by its float64 noise too if asked.
 
     Values without a magnitude given for them are judged by that of values like them.
     """
     native, wrong, results = wide(getattr(subject.torch_native, kind)[path]), np.zeros(oracle.shape, bool), []
-    for part in alike(oracle) if scale is None else [...]:
+    parts = alike(oracle) if scale is None else [...]
+    for part in subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts:
         mine, theirs = actual[part], oracle[part]
         result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale))
-        if not result.passed and np.isfinite(result.ratio):
+        if second and not result.passed and np.isfinite(result.ratio):
             # This second look costs four runs, so it is taken only where the first one fails.
             runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
             result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
@@ -206,7 +221,7 @@ def together(results: list[Identity]) -> Identity:
     return Identity(**counts, ratio=worst.ratio, bound=worst.bound, zero=all(r.zero for r in results))
 
 
-def identity_verdict(level: str, results: list[Identity], findings: list[Finding]) -> LevelResult:
+def identity_verdict(level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = ()) -> LevelResult:
     figures = {
         "elements": sum(r.elements for r in results),
         "equal": sum(r.equal for r in results),
@@ -225,7 +240,7 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
         summary += f", {figures['unexplained']:,} unexplained"
     if findings and figures["ratio"] > 1:
         summary += f"; error {figures['ratio']:.3g} times what rounding explains"
-    return verdict(level, findings, summary, figures)
+    return verdict(level, findings, summary, figures, notes)
 
 
 def described_gap(where: str, result: Identity, wrong: np.ndarray, actual: np.ndarray, oracle: np.ndarray) -> Finding:
@@ -241,16 +256,31 @@ def described_gap(where: str, result: Identity, wrong: np.ndarray, actual: np.nd
     return Finding(where, what, {"differing": int(wrong.sum()), "elements": wrong.size, "ratio": result.ratio, "atol": gap})
 
 
-def unequal_integers(subject: Subject) -> list[Finding]:
-    found = []
-    for path, expected in subject.torch_native.outputs.items():
-        actual = subject.flax_native.outputs.get(path)
-        if not isinstance(expected, np.ndarray) or not isinstance(actual, np.ndarray):
+def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[Finding], list[str]]:
+    """Whole numbers that differ, such as the place of a maximum, and what is told of those that hang on a tie.
+
+    Args:
+        subject: the pair.
+        dtype: `float64` compares the float64 runs, None those in the deployed dtype.
+    """
+    expected, actual = (
+        (subject.torch_wide, subject.flax_wide) if dtype == "float64" else (subject.torch_native, subject.flax_native)
+    )
+    found, notes = [], []
+    for path, mine in expected.outputs.items():
+        theirs = actual.outputs.get(path)
+        if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
             continue
-        if expected.dtype.kind in "biu" and expected.shape == actual.shape and not np.array_equal(expected, actual):
-            where = f"output {path}" if path else "output"
-            found.append(Finding(where, f"{int((expected != actual).sum())} of {expected.size} whole numbers differ"))
-    return found
+        if mine.dtype.kind not in "biu" or mine.shape != theirs.shape or np.array_equal(mine, theirs):
+            continue
+        where = f"output {path}" if path else "output"
+        wrong = mine != theirs
+        tied = undecided_integers(subject, path, wrong, dtype)
+        if tied.any():
+            notes.append(f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none")
+        if (wrong & ~tied).any():
+            found.append(Finding(where, f"{int((wrong & ~tied).sum())} of {mine.size} whole numbers differ"))
+    return found, notes
 
 
 def cannot_run_wide(subject: Subject) -> str | None:
@@ -281,9 +311,11 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
         oracle = subject.torch_wide
     except Exception as error:
         return LevelResult("native", "not run", f"no float64 oracle: {type(error).__name__}: {first_line(error)}")
-    if not floats(oracle):
-        return LevelResult("native", "not applicable", "the torch model returns no floating point numbers")
-    findings, worst = [], 0.0
+    findings, notes = unequal_integers(subject)
+    if not floats(oracle) and not findings:
+        what = "the torch model returns no floating point numbers"
+        return LevelResult("native", "not applicable", what, notes=tuple(notes))
+    worst = 0.0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
         for path, expected in floats(oracle):
@@ -296,15 +328,19 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
             findings += found
             worst = max(worst, ratio)
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
+    if findings:
+        figures["atol"] = max(finding.figures.get("atol", 0.0) for finding in findings)
     summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed"
-    return verdict("native", findings, summary, figures)
+    return verdict("native", findings, summary, figures, tuple(notes))
 
 
 def imprecise(
     subject: Subject, where: str, kind: str, path: str, actual: np.ndarray, oracle: np.ndarray, scale: float | None = None
 ) -> tuple[list[Finding], float]:
     """What is wrong with the precision of one array, and its error over the allowed one."""
-    runs, dtype = [getattr(run, kind)[path] for run in subject.ensemble], subject.dtype
+    [seen] = subject.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
+    actual, oracle = actual[seen], oracle[seen]
+    runs, dtype = [getattr(run, kind)[path][seen] for run in subject.ensemble], subject.dtype
     special = same_specials(actual, runs[0])
     if not special.all():
         return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
@@ -314,16 +350,19 @@ def imprecise(
             break
         # Where values cancel, jittered inputs do not show how much the roundings inside matter, nor do kernels that
         # round once at their end. Each look costs runs, so it is taken only where the one before it fails.
-        runs += [getattr(run, kind)[path] for run in getattr(subject, more)]
+        runs += [getattr(run, kind)[path][seen] for run in getattr(subject, more)]
         result = precision(actual, runs, oracle, dtype, scale, last=more.startswith("elementary"))
     ratio = max(result.max_ratio, result.rms_ratio)
     if result.passed:
         return [], ratio
+    atol = largest_gap(actual, runs[0])
     what = (
         f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
-        f"what is allowed at the worst place, {result.rms_ratio:.3g} times in the mean square"
+        f"the allowed, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
     )
-    return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio})], ratio
+    if kind == "outputs" and dtype in ("float32", "bfloat16"):
+        what += explained_by_flushing(subject, path, actual, runs, oracle, seen)
+    return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
 
 
 def gradients(subject: Subject) -> LevelResult:
@@ -337,26 +376,42 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     missing, triples = paired_gradients(subject)
     results, findings, notes, worst = [], missing, [], 0.0
+    tied: list[str] = []
+    zero: list[str] = []
     kinks = subject.kinks if subject.native_gradients else 0
     overflown = overflows(subject) if subject.native_gradients else 0
     scales = gradient_scales(subject)
     for path, actual, oracle, flax_native in triples:
-        result, wrong = judged(subject, "gradients", path, wide(actual), wide(oracle), scales[path])
+        judge = functools.partial(judged, subject, "gradients", path, wide(actual), wide(oracle), scales[path])
+        result, wrong = judge(second=False)
+        # At a tie torch's own gradient jumps when it is shaken, so that its noise would explain anything.
+        if not result.passed and not subject.ties:
+            result, wrong = judge()
+        elif not result.passed and agrees_off_ties(subject, path):
+            tied.append(path)
+            continue
         results.append(result)
+        zero += [path] if result.zero else []
         if not result.passed:
-            findings.append(described_gap(f"gradient of {path}", result, wrong, wide(actual), wide(oracle)))
+            found = described_gap(f"gradient of {path}", result, wrong, wide(actual), wide(oracle))
+            if subject.on_kinks and agrees_off_ties(subject, path):
+                text = f"; {subject.on_kinks} values lie exactly on a kink, and on inputs moved off them it agrees"
+                found = replace(found, what=found.what + text)
+            findings.append(found)
         elif flax_native is not None and not kinks and not overflown and not result.zero:
             name = f"gradient of {path}"
-            found, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
-            findings += found
+            lost, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
+            findings += lost
             worst = max(worst, ratio)
+    if tied:
+        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
+        notes.append(f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree")
     if not subject.native_gradients:
         notes.append("compared in float64 only")
     if kinks:
         notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
     if overflown:
         notes.append(f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only")
-    zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
     if zero:
         notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
     level = identity_verdict("gradients", results, findings)
@@ -403,16 +458,8 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
     """Flax's float64 gradient, torch's, and Flax's native one, if any, under each torch path, in torch's layout."""
     wide_run, native_run = subject.flax_wide.gradients, subject.flax_native.gradients
     found, missing = [], []
-    # An array that Flax has under several names has its gradient under the first.
-    first_names = {whole(p): p.target.array_path for p in subject.pairing.pairs if p.target.array_path in wide_run}
-    by_array: dict[str, list[Pair]] = {}
-    for p in subject.pairing.pairs:
-        by_array.setdefault(p.source.array_path, []).append(p)
-    for path, oracle in subject.torch_wide.gradients.items():
-        pairs = by_array.get(path, [])
-        names = [path] if path.startswith("input ") else [first_names.get(whole(p), p.target.array_path) for p in pairs]
-        if not names:
-            continue
+    for path, (pairs, names) in gradient_names(subject).items():
+        oracle = subject.torch_wide.gradients[path]
         if any(name not in wide_run for name in names):
             missing.append(Finding(f"gradient of {path}", "Flax has none: its counterpart is no parameter"))
             continue
@@ -421,6 +468,34 @@ def paired_gradients(subject: Subject) -> tuple[list[Finding], list[tuple[str, n
             native_gradient = in_torch(path, pairs, names, native_run, subject.torch_native.gradients[path])
         found.append((path, in_torch(path, pairs, names, wide_run, oracle), oracle, native_gradient))
     return missing, found
+
+
+def gradient_names(subject: Subject) -> dict[str, tuple[list[Pair], list[str]]]:
+    """For each of torch's gradients the pairs it belongs to, and the names of Flax's gradients."""
+    wide_run = subject.flax_wide.gradients
+    # An array that Flax has under several names has its gradient under the first.
+    first_names = {whole(p): p.target.array_path for p in subject.pairing.pairs if p.target.array_path in wide_run}
+    by_array: dict[str, list[Pair]] = {}
+    for p in subject.pairing.pairs:
+        by_array.setdefault(p.source.array_path, []).append(p)
+    found = {}
+    for path in subject.torch_wide.gradients:
+        pairs = by_array.get(path, [])
+        names = [path] if path.startswith("input ") else [first_names.get(whole(p), p.target.array_path) for p in pairs]
+        if names:
+            found[path] = pairs, names
+    return found
+
+
+def agrees_off_ties(subject: Subject, path: str) -> bool:
+    """Whether a gradient agrees on inputs that are moved off all ties and kinks."""
+    other = subject.off_ties
+    try:
+        found = {name: (wide(actual), wide(oracle)) for name, actual, oracle, _ in paired_gradients(other)[1]}
+        return path in found and judged(other, "gradients", path, *found[path], gradient_scales(other)[path])[0].passed
+    except Exception:
+        # What does not run on other inputs explains nothing.
+        return False
 
 
 def whole(p: Pair) -> Hashable:

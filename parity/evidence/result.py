@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parity.errors import DivergenceError, InputError
 from parity.evidence.faults import Diagnosis, Isolation
+from parity.evidence.notes import Note
 from parity.evidence.pictures import Picture
+from parity.evidence.verdicts import verdict_of
 
 if TYPE_CHECKING:
     from parity.weights.transfer import Transfer
@@ -189,6 +191,25 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class SetResult:
+    """What came of one of several input sets.
+
+    Attributes:
+        name: of the set.
+        shows: what it can show.
+        passed: whether no level failed or could not run.
+        failed: levels that failed or could not run.
+        verdict: as in a report.
+    """
+
+    name: str
+    shows: str
+    passed: bool
+    failed: tuple[str, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The ladder climbed for one pair of models.
 
@@ -198,6 +219,9 @@ class Report:
         environment: versions, devices, and what was pinned while comparing.
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
+        inputs: name of the input set that levels, trace and diagnosis are about; '' for plain arguments, and
+            where several sets agree.
+        sets: what came of each input set, where there are several.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
         transfer: how the parameters of the two correspond; None if they could not be paired.
     """
@@ -206,9 +230,16 @@ class Report:
     trace: Trace | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     diagnosis: Diagnosis | None = None
+    inputs: str = ""
+    sets: tuple[SetResult, ...] = ()
     transfer: "Transfer | None" = field(default=None, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """One of `parity.VERDICTS`."""
+        return verdict_of(self)
 
     @property
     def passed(self) -> bool:
@@ -267,7 +298,7 @@ class Report:
         """The result for machines."""
         from parity.report.data import as_data
 
-        return as_data(self)
+        return {**as_data(self), "verdict": self.verdict}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A pair of models and one call of both, checked, with every run made once and kept."""
 
+import copy
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,10 @@ import numpy as np
 
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.numerics import UNIT, jittered, same_bits
+from parity.evidence.input_sets import one_call
+from parity.evidence.numerics import UNIT, finite_scale, jittered, wide
+from parity.evidence.padding import Padding
+from parity.evidence.repeatability import refuse_flax, refuse_torch
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, load, owner
 from parity.weights.pairing import Pairing, pair
@@ -19,6 +23,8 @@ from parity.weights.pairing import Pairing, pair
 # Torch runs on jittered numbers beside the plain one: with a single run instead of five the
 # precision rule gave 2 false alarms in 2,016 clean trials, with five none.
 JITTERED_RUNS = 4
+# By this part of the largest of them inputs are moved where a tie or a kink is to be left.
+MOVED = 2.0**-8
 
 
 class Subject:
@@ -27,7 +33,7 @@ class Subject:
     Args:
         torch_model: a `torch.nn.Module` in eval mode.
         flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
-        args: positional arguments for both, arrays of any framework or NumPy.
+        args: positional arguments for both, arrays of any framework or NumPy; or one input set.
         kwargs: keyword arguments for both.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
@@ -36,6 +42,7 @@ class Subject:
         pins_checked: whether a call of the same shapes has shown already that neither model pins a dtype.
         dropout: whether the models may drop: both with the masks that torch draws; see `dropping.replayed`.
         native_gradients: whether Flax computes them in its own dtype too, not in float64 alone.
+        padding_mask: as in `parity.compare`.
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands; all reasons at once.
@@ -55,9 +62,11 @@ class Subject:
         native_gradients: bool = True,
         pins_checked: bool = False,
         dropout: bool = False,
+        padding_mask: Any = None,
     ):
         self.torch, self.flax = load("torch"), flax_room(flax_model)
         problems = argument_problems(kwargs, seed)
+        args, kwargs = (args, kwargs) if problems else one_call(args, kwargs)
         if not self.torch.is_model(torch_model):
             problems.append(f"the first model must be a torch.nn.Module, got {described(torch_model, self)}")
         if not self.flax.is_model(flax_model):
@@ -71,6 +80,7 @@ class Subject:
         # What does not fit between the drops of both, one sentence each; None if they are not to drop.
         self.dropping: list[str] | None = None
         self.call = as_call(torch_model, args, kwargs)
+        self.padding = Padding(plain_masks(padding_mask))
         self.flax_model = self.flax.with_call(flax_model, self.call)
         problems += self.torch.problems_before_running(torch_model, dropout)
         problems += self.flax.problems_before_running(self.flax_model, dropout)
@@ -115,14 +125,10 @@ class Subject:
             run = self.torch.evaluate(self.torch_model, self.call)
             # Without gradients both times: some layers run other kernels where gradients are wanted.
             again = self.torch.evaluate(self.torch_model, self.call)
-        unequal = [p for p, a in run.outputs.items() if isinstance(a, np.ndarray) and not same_bits(a, again.outputs[p]).all()]
-        if unequal:
-            raise InputError(
-                f"the torch model returns different numbers for the same input at output {unequal[0] or 'of the model'}; "
-                "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again"
-            )
+        refuse_torch(self.torch, self.torch_model, self.call, run, again)
         refuse_complex(run)
-        return self.with_gradients(run) if self.gradients else run
+        self.padding.check(run)
+        return self.padding.seen(self.with_gradients(run) if self.gradients else run)
 
     def with_gradients(self, run: Evaluation) -> Evaluation:
         """The same run with gradients, or, for a model that cannot be differentiated, without."""
@@ -137,7 +143,7 @@ class Subject:
         """Go on without gradients: a model that runs forwards only can still be compared forwards."""
         self.not_differentiable[side] = f"{type(error).__name__}: {first_line(error)}"
         self.gradients = self.native_gradients = False
-        for kept in ("cotangents", "torch_wide", "flax_wide"):
+        for kept in ("cotangents", "torch_wide", "flax_wide", "torch_whole", "flax_whole"):
             self.__dict__.pop(kept, None)
 
     def cotangents_for(self, run: Evaluation) -> dict[str, np.ndarray]:
@@ -147,7 +153,8 @@ class Subject:
             if isinstance(array, np.ndarray) and "float" in str(array.dtype):
                 rng = np.random.default_rng([self.seed, 3, zlib.crc32(path.encode())])
                 found[path] = (rng.integers(1, 16, array.shape) * rng.choice((-1, 1), array.shape) / 8).astype(np.float32)
-        return found
+        # No gradient flows from padding.
+        return self.padding.blank(found)
 
     @cached_property
     def cotangents(self) -> dict[str, np.ndarray] | None:
@@ -156,12 +163,22 @@ class Subject:
     @cached_property
     def torch_wide(self) -> Evaluation:
         """Torch in float64 on the same numbers: the oracle."""
-        with self.torch.pinned():
-            return self.torch.evaluate(self.torch_model, self.call, dtype="float64", cotangents=self.cotangents)
+        return self.padding.seen(self.torch_whole)
 
     @cached_property
     def flax_wide(self) -> Evaluation:
         """Flax in float64 on the same numbers."""
+        return self.padding.seen(self.flax_whole)
+
+    @cached_property
+    def torch_whole(self) -> Evaluation:
+        """`torch_wide` with what padding holds."""
+        with self.torch.pinned():
+            return self.torch.evaluate(self.torch_model, self.call, dtype="float64", cotangents=self.cotangents)
+
+    @cached_property
+    def flax_whole(self) -> Evaluation:
+        """`flax_wide` with what padding holds."""
         return self.flax.evaluate(self.flax_model, self.call, dtype="float64", cotangents=self.cotangents, quick=True)
 
     @cached_property
@@ -169,7 +186,7 @@ class Subject:
         """Flax as the user runs it, compiled."""
         self.refuse_drawing()
         try:
-            return self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents)
+            return self.padding.seen(self.flax.evaluate(self.flax_model, self.call, cotangents=self.native_cotangents))
         except InputError:
             raise
         except Exception as error:
@@ -177,7 +194,7 @@ class Subject:
                 raise
             forwards = self.flax.evaluate(self.flax_model, self.call)
             self.give_up_gradients("flax", error)
-            return forwards
+            return self.padding.seen(forwards)
 
     def refuse_drawing(self) -> None:
         """Refuse a Flax model whose outputs depend on its random keys.
@@ -188,15 +205,12 @@ class Subject:
         if not self.flax.draws(self.flax_model):
             return
         try:
-            run, other = (self.flax.evaluate(self.flax_model, self.call, quick=True, reseed=seed) for seed in (1, 2))
+            refuse_flax(self.flax, self.flax_model, self.call, reseed=True)
+        except InputError:
+            raise
         except Exception:
             # What raises here raises again where it is reported.
             return
-        if any(isinstance(a, np.ndarray) and not same_bits(a, other.outputs[p]).all() for p, a in run.outputs.items()):
-            raise InputError(
-                "the Flax model returns other numbers with other random keys; turn off what is random in it "
-                "(.eval(), or deterministic=True where dropout is called), then compare again"
-            )
 
     @property
     def native_cotangents(self) -> dict[str, np.ndarray] | None:
@@ -206,7 +220,7 @@ class Subject:
     @cached_property
     def flax_eager(self) -> Evaluation:
         """Flax as the user runs it, operation by operation; outputs only."""
-        return self.flax.evaluate(self.flax_model, self.call, compiled=False)
+        return self.padding.seen(self.flax.evaluate(self.flax_model, self.call, compiled=False))
 
     @cached_property
     def ensemble(self) -> list[Evaluation]:
@@ -260,13 +274,44 @@ class Subject:
         call = changed(self.call, lambda _, array: move(array))
         watch = (lambda names: self.torch.Shaken(UNIT, self.seed * 101 + number)) if shake else None
         with self.torch.pinned():
-            return self.torch.evaluate(
+            run = self.torch.evaluate(
                 self.torch_model, call, dtype=dtype, weights=weights, cotangents=self.cotangents, watch=watch
             )
+        return self.padding.seen(run)
+
+    @property
+    def kinks(self) -> int:
+        """How many values lie so near a kink or a tie that rounding in the native dtype may change a gradient."""
+        return int(self.watched_kinks.near)
+
+    @property
+    def ties(self) -> int:
+        """How many values tie for a maximum exactly: there frameworks choose other gradients."""
+        return int(self.watched_kinks.ties)
+
+    @property
+    def on_kinks(self) -> int:
+        """How many values lie on a kink exactly."""
+        return int(self.watched_kinks.exact)
 
     @cached_property
-    def kinks(self) -> int:
-        """How many values lie so near a kink that rounding in the native dtype may change a gradient."""
+    def off_ties(self) -> "Subject":
+        """The same pair on inputs that are moved a little, each by another amount, so that nothing ties."""
+        rng = np.random.default_rng([self.seed, 6])
+
+        def move(_: str, array: np.ndarray) -> np.ndarray:
+            step = rng.uniform(-1, 1, array.shape) * MOVED * (finite_scale(array) or 1.0)
+            return np.asarray((wide(array) + step).astype(array.dtype))
+
+        other = copy.copy(self)
+        for name, kept in vars(Subject).items():
+            if isinstance(kept, cached_property) and name not in ("dtype", "cotangents"):
+                other.__dict__.pop(name, None)
+        other.call = changed(self.call, move)
+        return other
+
+    @cached_property
+    def watched_kinks(self) -> Any:
         watcher: list[Any] = []
 
         def watch(names: dict[int, str]) -> Any:
@@ -275,7 +320,7 @@ class Subject:
 
         with self.torch.pinned():
             self.torch.evaluate(self.torch_model, self.call, dtype="float64", watch=watch)
-        return watcher[0].near
+        return watcher[0]
 
     def pinned_dtype(self, side: str) -> str | None:
         """An output that a model does not return in float64 although all it is given is; None if there is none."""
@@ -368,6 +413,13 @@ def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         path for path, array in arrays_of(call) if "float" in str(array.dtype) and not any(path.startswith(m) for m in masks)
     ]
     return Call(new_args, new_kwargs, frozenset(values))
+
+
+def plain_masks(given: Any) -> Any:
+    """A padding mask of any framework, or several by path, as NumPy."""
+    if isinstance(given, Mapping):
+        return {path: plain_masks(mask) for path, mask in given.items()}
+    return next((room.to_numpy(given) for room in (load("torch"), load("nnx")) if room.is_array(given)), given)
 
 
 def mask_paths(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -78,6 +78,7 @@ def trace_subject(subject: Subject) -> Trace:
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
+    expected, plain, actual = (subject.padding.modules(records) for records in (expected, plain, actual))
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}

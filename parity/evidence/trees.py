@@ -46,3 +46,19 @@ def mapped(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
         names = [f.name for f in fields(tree) if f.init]
         return replace(tree, **{name: mapped(change, getattr(tree, name), f"{path}.{name}") for name in names})
     return change(path, tree)
+
+
+def containers(args: Any, kwargs: Any) -> dict[str, tuple[tuple[str, int], ...]]:
+    """For every list and mapping of a call's arguments the names and identities of its parts: what a model may change."""
+    found: dict[str, tuple[tuple[str, int], ...]] = {}
+
+    def walk(tree: Any, path: str) -> None:
+        parts = children(tree) or []
+        if isinstance(tree, list | Mapping):
+            found[path] = tuple((name, id(part)) for name, part in parts)
+        for name, part in parts:
+            walk(part, path + name)
+
+    for tree, path in ((args, "args"), *((value, f"kwargs[{name!r}]") for name, value in kwargs.items())):
+        walk(tree, path)
+    return found

@@ -1,59 +1,124 @@
-"""Arrays that are not torch's although what was run does not show it: a row that no id takes, a module that is never called."""
+"""What outputs and gradients cannot show of a pair: parameters that nothing depends on, ties, denormal numbers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 
-from parity.evidence.faults import Cause, Difference, Isolated, Isolation
-from parity.evidence.hypotheses.parameters import ways_of
-from parity.evidence.hypotheses.weight import Arrays, Weight
-from parity.evidence.isolation import Isolator
+from parity.evidence.notes import Note
+from parity.evidence.numerics import finite_scale, largest_gap, precision, wide
+from parity.evidence.subject import Subject
+
+# A gradient that much smaller than those beside it is zero in exact arithmetic, and so is a change of an output.
+NOTHING = 1e-10
+# By how many times itself a parameter is changed, to see whether anything depends on it.
+FAR = (1.0, 1e3)
+# Names in a note: enough to see which they are.
+SHOWN = 4
 
 
-def with_unseen(isolator: Isolator, isolation: Isolation) -> tuple[Isolation, list[Cause]]:
-    """The modules that hold wrong arrays are wrong, whether these inputs show it or not.
+def unseen_parameters(subject: Subject) -> list[Note]:
+    """Parameters whose gradient is zero: those on which no output depends, and the others.
 
-    Returns:
-        The isolation with such modules in it, and for each its cause.
+    A zero gradient may come of these inputs alone (a unit that is off), so the parameters are changed too.
     """
-    found: dict[str, list[Weight]] = {}
-    for path, weight in isolator.unequal.items():
-        owner = unseen_owner(path, isolator, isolation)
-        if owner is not None:
-            found.setdefault(owner, []).append(weight)
-    causes, modules = [], list(isolation.modules)
-    for owner, weights in found.items():
-        places = tuple(f"array {weight.path}" for weight in weights)
-        kinds = isolator.torch_layers[owner].kinds
-        own = [weight for path, weight in isolator.weights.items() if path.rpartition(".")[0] == owner]
-        causes.append(
-            Cause("weights", owner, *ways_of(weights, Arrays(kinds, own, isolator.weights)), np.inf, 0.0, places, True)
-        )
-        known = [number for number, one in enumerate(modules) if one.path == owner]
-        partner = weights[0].pairs[0].target.owner
-        one = modules[known[0]] if known else Isolated(owner, 0, partner, "plan", "differs")
-        wrong = replace(one, status="differs", ratio=np.inf, differences=tuple(map(difference, weights)), between=False)
-        where = slice(known[0], known[0] + 1) if known else slice(len(modules), None)
-        modules[where] = [wrong]
-    return replace(isolation, modules=tuple(modules)), causes
+    scales = {path: finite_scale(gradient) for path, gradient in subject.torch_wide.gradients.items()}
+    largest = max(scales.values(), default=0.0)
+    suspects = [path for path, scale in scales.items() if not path.startswith("input ") and scale <= NOTHING * largest]
+    # All at once first: in most models there are none, or all of them are unseen.
+    blind = suspects if not suspects or unmoved(subject, suspects) else [p for p in suspects if unmoved(subject, [p])]
+    still = [path for path in suspects if path not in blind and scales[path] == 0]
+    notes = []
+    if blind:
+        text = f"the outputs do not depend on: {shown(blind)}; only the level weights compares them"
+        notes.append(Note("unseen-parameters", "", text, {"paths": blind}))
+    if still:
+        text = f"the gradient is zero on these inputs, though the outputs depend on: {shown(still)}"
+        notes.append(Note("zero-gradients", "", text, {"paths": still}))
+    return notes
 
 
-def unseen_owner(path: str, isolator: Isolator, isolation: Isolation) -> str | None:
-    """The module that holds an array; None if one that it is part of is found wrong, and its arrays are looked at there."""
-    above = path.split(".")
-    holders = [".".join(above[:count]) for count in range(len(above) - 1, -1, -1)]
-    called = next((name for name in holders if any(one.path == name for one in isolation.modules)), None)
-    judged: Sequence[Isolated] = [one for one in isolation.modules if one.path == called]
-    if any(one.status in ("differs", "follows") for one in judged):
-        return None
-    return next(name for name in holders if name in isolator.torch_layers)
+def shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def difference(weight: Weight) -> Difference:
-    wrong = ~((weight.torch == weight.flax) | ((weight.torch != weight.torch) & (weight.flax != weight.flax)))
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    mine, theirs = float(weight.torch[at]), float(weight.flax[at])
-    count = f"{int(wrong.sum())} of {wrong.size} values differ, expected (torch) {mine:.6g}, actual (flax) {theirs:.6g} at {at}"
-    figures = (int(wrong.sum()), wrong.size, at, theirs, mine, abs(theirs - mine))
-    return Difference(f"array {weight.path}", np.inf, *figures, reason=f"{count}; what was run does not show it")
+def unmoved(subject: Subject, paths: list[str]) -> bool:
+    """Whether torch's outputs in float64 stay the same if these parameters become others, near by and far off."""
+    return all(same_outputs(subject, paths, size) for size in FAR)
+
+
+def same_outputs(subject: Subject, paths: list[str], size: float) -> bool:
+    rng = np.random.default_rng([subject.seed, 5])
+    leaves = subject.torch.leaves(subject.torch_model)
+    chosen = {leaf.identity for leaf in leaves if leaf.path in paths}
+    made: dict[object, np.ndarray] = {}
+    for leaf in leaves:
+        if leaf.identity in chosen and leaf.identity not in made:
+            values = wide(leaf.read())
+            made[leaf.identity] = values + rng.standard_normal(values.shape) * size * (finite_scale(values) or 1.0)
+    weights = {leaf.path: made[leaf.identity] for leaf in leaves if leaf.identity in made}
+    with subject.torch.pinned():
+        run = subject.torch.evaluate(subject.torch_model, subject.call, dtype="float64", weights=weights)
+    outputs = subject.padding.blank(run.outputs)
+    return all(
+        np.array_equal(array, outputs[path])
+        if array.dtype.kind in "biu"
+        else largest_gap(outputs[path], array) <= NOTHING * finite_scale(array)
+        for path, array in subject.torch_wide.outputs.items()
+        if isinstance(array, np.ndarray)
+    )
+
+
+def flushed(subject: Subject) -> list[Note]:
+    """Outputs that are denormal in torch and zero in Flax: XLA flushes them on the CPU."""
+    found = []
+    for path, mine in subject.torch_native.outputs.items():
+        theirs = subject.flax_native.outputs.get(path)
+        if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and theirs.shape == mine.shape:
+            count = int(((theirs == 0) & is_denormal(mine)).sum())
+            if count:
+                text = f"holds {count} denormal numbers in torch that are zero in Flax: XLA flushes them on the CPU"
+                found.append(Note("flushed", f"output {path}" if path else "the output", text, {"values": count}))
+    return found
+
+
+def is_denormal(array: np.ndarray) -> np.ndarray:
+    """Where an array holds numbers below the smallest normal one."""
+    if "float" not in str(array.dtype):
+        return np.zeros(array.shape, bool)
+    smallest = np.asarray(ml_dtypes.finfo(array.dtype).tiny, array.dtype)
+    return (np.abs(array) < smallest) & (array != 0)
+
+
+def explained_by_flushing(
+    subject: Subject, path: str, actual: np.ndarray, runs: list[np.ndarray], oracle: np.ndarray, seen: object
+) -> str:
+    """The end of a sentence about an imprecise output, if it is precise once torch flushes denormal numbers too."""
+    with subject.torch.pinned(), subject.torch.flushing() as possible:
+        if not possible:
+            return ""
+        other = subject.torch.evaluate(subject.torch_model, subject.call).outputs[path][seen]
+    if np.array_equal(other, runs[0], equal_nan=True):
+        return ""
+    result = precision(actual, [*runs, other], oracle, subject.dtype)
+    if not result.passed:
+        return ""
+    return (
+        "; denormal numbers explain it: torch keeps them, XLA on the CPU turns them to zero, and with torch doing so too the "
+        f"error is {max(result.max_ratio, result.rms_ratio):.2g} times the allowed"
+    )
+
+
+def undecided_integers(subject: Subject, path: str, wrong: np.ndarray, dtype: str | None) -> np.ndarray:
+    """Where whole numbers that differ hang on a tie: torch's own change there, or it is gone on inputs without ties."""
+    runs = subject.shaken_wide if dtype == "float64" else [*subject.ensemble, *subject.shaken]
+    side = "wide" if dtype == "float64" else "native"
+    plain = getattr(subject, f"torch_{side}").outputs[path]
+    moved = np.zeros(wrong.shape, bool)
+    for run in runs:
+        moved |= run.outputs[path] != plain
+    if (wrong & ~moved).any() and subject.ties:
+        mine, theirs = (getattr(subject.off_ties, f"{name}_{side}").outputs.get(path) for name in ("torch", "flax"))
+        if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs):
+            return wrong
+    return wrong & moved

@@ -9,6 +9,7 @@ import numpy as np
 from parity.errors import first_line
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import same_bits, wide
+from parity.evidence.padding import NOWHERE, Padding
 from parity.evidence.probes import BITS, SATURATION, probe_call, probe_weights
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
@@ -56,7 +57,7 @@ def wiring(subject: Subject) -> LevelResult:
     flax32 = subject.flax.evaluate(
         subject.flax_model, probe.call, dtype="float32", weights=flax_weights, cotangents=subject.native_cotangents
     )
-    return compare_bits(probe, flax32)
+    return compare_bits(probe, flax32, subject.padding)
 
 
 def narrow(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -64,21 +65,23 @@ def narrow(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {path: made.setdefault(id(array), array.astype(np.float32)) for path, array in weights.items()}
 
 
-def compare_bits(probe: Probe, flax32: Evaluation) -> LevelResult:
+def compare_bits(probe: Probe, flax32: Evaluation, padding: Padding = NOWHERE) -> LevelResult:
     findings, proved_count, total = [], 0, 0
     for path, expected in arrays(probe.torch32):
         where = f"output {path}" if path else "output"
-        proved = proved_places(probe.proof[path], expected)
+        hidden = padding.hidden(path, expected.shape)
+        shown = np.ones(expected.shape, bool) if hidden is None else ~hidden
+        proved = proved_places(probe.proof[path], expected) & shown
         exact = same_bits(wide(expected), wide(probe.proof[path]))
         if not (exact | ~proved).all():
             return LevelResult("wiring", "not applicable", f"{where}: torch's own float32 is not exact on these numbers")
-        proved_count, total = proved_count + int(proved.sum()), total + proved.size
+        proved_count, total = proved_count + int(proved.sum()), total + int(shown.sum())
         actual = flax32.outputs.get(path)
         if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
         # Also where no value is proved, NaN on one side only is a difference.
-        wrong = np.where(proved, ~same_bits(wide(actual), wide(expected)), np.isnan(wide(actual)))
+        wrong = np.where(proved, ~same_bits(wide(actual), wide(expected)), np.isnan(wide(actual)) & shown)
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
             text = f"{int(wrong.sum())} of {int(proved.sum())} values that must be bit-equal differ, first at {at}: "

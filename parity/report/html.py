@@ -203,15 +203,7 @@ def proves(level: str) -> str:
 
 def next_step(report: "Report") -> str:
     """What to do, as the terminal has it; '' if there is nothing to do."""
-    lines = text.why_lines(report.diagnosis) if report.diagnosis else []
-    said = next((line.strip().removeprefix("next: ") for line in lines if line.strip().startswith("next: ")), "")
-    if said or report.passed:
-        return said
-    if any(level.status == "not run" for level in report.levels) and not any(
-        level.status == "failed" for level in report.levels
-    ):
-        return "mend what keeps the level from running, or name the other levels in levels=[...]"
-    return "look at the levels that failed"
+    return "" if report.passed else " ".join(text.next_lines(report)).strip().removeprefix("next: ")
 
 
 def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:

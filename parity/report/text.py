@@ -14,38 +14,125 @@ SHOWN = 3
 WIDTH = 60
 # Characters of a line of code.
 CODE = 80
+# What a report on a failure may take, and at how many characters its sentences are cut where it would take more.
+SCREEN, COLUMNS = 30, 80
+CUT = 2 * COLUMNS
+LAST = 2
 
 
 def report_text(report: "Report") -> str:
-    """One line if all is well; else the verdict, where the models part, and the ladder."""
+    """One line if all is well; else where the models part, how much, why, and what to do next, on one screen."""
     if report.passed:
         return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in report.notes)])
-    lines = [headline(report)]
+    # As much of each section as fits; `to_dict` has all of it.
+    lines: list[str] = []
+    for shown in range(SHOWN, -1, -1):
+        lines = failure_lines(report, shown)
+        if rows(lines) <= SCREEN:
+            return "\n".join(lines)
+    lines = [line if len(line) <= CUT else f"{line[: CUT - 4]} ..." for line in lines]
+    if rows(lines) > SCREEN:
+        lines = [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines if line]
+    # Whatever the models are called: the beginning, and what to do next.
+    return "\n".join([*lines[: SCREEN - LAST - 1], "  ...", *lines[-LAST:]] if len(lines) > SCREEN else lines)
+
+
+def rows(lines: Sequence[str]) -> int:
+    """How many lines of a terminal these take."""
+    return sum(max(1, -(-len(line) // COLUMNS)) for line in lines)
+
+
+def failure_lines(report: "Report", shown: int) -> list[str]:
+    """Where, how much, why, and what next; of what there are many, as many as `shown`.
+
+    With 0 even the numbers of a level are left to the first divergence above it; one of all else stays.
+    """
+    most = max(1, shown)
+    lines = [headline(report), *set_lines(report)]
     divergence = report.trace.first_divergence() if report.trace else None
     if divergence:
         lines += ["", *divergence_lines(divergence)]
     if report.trace and report.trace.unpaired:
         lines.append(unpaired_line(report.trace))
-    lines += why_lines(report.diagnosis) if report.diagnosis else []
     lines += [""] if len(lines) > 1 else []
-    identical_failed = any(level.level == "identical" and level.status == "failed" for level in report.levels)
-    for level in report.levels:
-        lines += level_lines(level, brief=identical_failed and level.level in ("native", "gradients"))
+    lines += ladder_lines(report, shown)
     if report.trace and not divergence and any(level.status == "failed" for level in report.levels):
         compared = len(report.trace.steps)
         lines.append(
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
-    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes), f"  seed {report.seed}"])
+    lines += why_lines(report.diagnosis, most) if report.diagnosis else []
+    lines += [f"  note: {note}" for note in report.notes[:most]]
+    if len(report.notes) > most:
+        lines.append(f"  and {count(len(report.notes) - most, 'more note')}: to_dict() has them")
+    return [*lines, f"  seed {report.seed}", *next_lines(report)]
 
 
-def why_lines(diagnosis: "Diagnosis") -> list[str]:
-    """The modules that are wrong for themselves, each with its likeliest cause; what to do next."""
+def set_lines(report: "Report") -> list[str]:
+    """Which of several input sets differ."""
+    if all(one.passed for one in report.sets):
+        return []
+    wrong = [one.name for one in report.sets if not one.passed]
+    right = [one.name for one in report.sets if one.passed]
+    told = f"  {len(wrong)} of {count(len(report.sets), 'input set')} fail: {', '.join(wrong)}"
+    return [told + (f"; agreeing: {', '.join(right)}" if right else "")]
+
+
+def ladder_lines(report: "Report", shown: int) -> list[str]:
+    """Every level; those that could not run for one reason together."""
+    raising = report.verdict == "one side raises"
+    brief = any(level.level == "identical" and level.status == "failed" for level in report.levels)
+    divergence = report.trace is not None and report.trace.first_divergence() is not None
+    # Where the numbers stand in another section, a level may go without them.
+    seen = divergence or (report.diagnosis is not None and bool(report.diagnosis.isolation.faults))
+    stopped = [level for level in report.levels if level.status == "not run"]
+    alike: dict[str, list[str]] = {}
+    for level in stopped:
+        alike.setdefault("one side raises" if raising else level.summary, []).append(level.level)
+    lines = []
+    for level in report.levels:
+        if level.status != "not run":
+            below = brief and level.level in ("native", "gradients")
+            above = seen and not shown and level.level not in ("weights", "structure")
+            lines += level_lines(level, max(1, shown), brief=below or above)
+            if (below or above) and not divergence and level.figures.get("atol"):
+                lines.append(f"      would pass at atol={level.figures['atol']:.3g}")
+    for why, names in alike.items():
+        lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
+    if stopped and not raising:
+        lines.append("      does not count as passed; name the other levels in levels=[...] to judge by them alone")
+    return lines
+
+
+def next_lines(report: "Report") -> list[str]:
+    """The one thing to do."""
+    faults = report.diagnosis.isolation.faults if report.diagnosis else ()
+    told = {
+        "one side raises": "mend what raises, or give inputs that both models take",
+        "cannot be paired": "name the counterparts by rename={...}, as in parity.transfer",
+        "outputs differ in structure": "return the same tree on both sides, then compare again",
+        "a setting differs": "set it alike on both sides, then compare again",
+    }
+    if report.verdict in told:
+        return [f"  next: {told[report.verdict]}"]
+    if report.verdict == "not proved":
+        # The line of the levels that could not run says what to do.
+        return []
+    if report.diagnosis is None:
+        return ["  next: parity.diagnose tells which modules are wrong, and why"]
+    if not faults:
+        return ["  next: parity.trace shows every module in torch's order"]
+    known = "make the change, then compare again"
+    return [f"  next: {known if report.diagnosis.causes else 'look at the code of these modules'}"]
+
+
+def why_lines(diagnosis: "Diagnosis", shown: int = 3) -> list[str]:
+    """The modules that are wrong for themselves, each with its likeliest cause."""
     faults = diagnosis.isolation.faults
     if not faults:
         return []
     lines = ["", wrong_modules(diagnosis.isolation)]
-    for one in faults[:SHOWN]:
+    for one in faults[:shown]:
         where = ", in its own code between the modules that it calls" if one.between else ""
         times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
         lines.append(f"  {one.path or 'the model'}{times}{where}")
@@ -57,44 +144,46 @@ def why_lines(diagnosis: "Diagnosis") -> list[str]:
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
         lines += [f"  {line}" for line in operation_lines(one.operation)]
-    lines += [f"  and {len(faults) - SHOWN} more: parity.diagnose tells them"] if len(faults) > SHOWN else []
-    return [
-        *lines,
-        "  next: make the change, then compare again" if diagnosis.causes else "  next: look at the code of these modules",
-    ]
+    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
 
 
 def headline(report: "Report") -> str:
     """The verdict, no wider than what was climbed."""
     passed = [level.level for level in report.levels if level.passed]
-    failed = [level for level in report.levels if level.status == "failed"]
-    if report.passed:
-        elements = sum(level.figures.get("elements", 0) for level in report.levels if level.level == "identical")
-        if "identical" in passed:
-            return f"the same function: {', '.join(passed)} ({elements:,} values identical)"
-        return f"agree on what was asked, which is less than the same function: {', '.join(passed)}"
-    if not failed:
-        return "not proved: a level could not run"
-    only_settings = all(level.level == "weights" and all(f.figures.get("setting") for f in level.findings) for level in failed)
-    if only_settings and "identical" in passed:
-        return "the same numbers on these inputs, but a setting differs"
-    return "NOT the same function"
+    on = f" on the inputs {report.inputs!r}" if report.inputs and not report.passed else ""
+    sets = f", {count(len(report.sets), 'input set')}" if report.sets else ""
+    elements = sum(level.figures.get("elements", 0) for level in report.levels if level.level == "identical")
+    return {
+        "same": f"the same function: {', '.join(passed)} ({elements:,} values identical{sets})",
+        "agrees as asked": f"agree on what was asked, which is less than the same function: {', '.join(passed)}{sets}",
+        "not proved": f"not proved: a level could not run{on}",
+        "a setting differs": "the same numbers on these inputs, but a setting differs",
+        "cannot be paired": "NOT the same function: they cannot be paired, no parameter has a counterpart",
+        "one side raises": f"NOT the same function: {raising(report)}{on}",
+        "outputs differ in structure": f"NOT the same function: the outputs differ in structure{on}",
+        "differs": f"NOT the same function{on}",
+    }[report.verdict]
+
+
+def raising(report: "Report") -> str:
+    """Which side raises."""
+    side = next((level.figures["raises"] for level in report.levels if "raises" in level.figures), "")
+    return "torch raises, Flax does not" if side == "torch" else "Flax raises, torch does not"
 
 
 def not_applicable(report: "Report") -> list[str]:
     return [f"  {level.level}: not applicable, {level.summary}" for level in report.levels if level.status == "not applicable"]
 
 
-def level_lines(level: "LevelResult", brief: bool = False) -> list[str]:
+def level_lines(level: "LevelResult", shown: int = SHOWN, brief: bool = False) -> list[str]:
     """A level with its worst findings; without them where another level already shows the cause."""
     lines = [f"  {level.level:<10} {SIGNS[level.status]:<8} {level.summary}"]
-    if level.status == "not run":
-        return [*lines, "      does not count as passed; name the other levels in levels=[...] to judge by them alone"]
-    for finding in () if brief else level.findings[:SHOWN]:
+    for finding in () if brief else level.findings[:shown]:
         lines.append(f"      {finding.where + ': ' if finding.where else ''}{finding.what}")
-    if len(level.findings) > SHOWN and not brief:
-        lines.append(f"      and {len(level.findings) - SHOWN} more")
-    return lines + [f"      note: {note}" for note in level.notes if not note.startswith("also tried")]
+    if len(level.findings) > shown and not brief:
+        lines.append(f"      and {len(level.findings) - shown} more")
+    notes = [note for note in level.notes if not note.startswith("also tried")]
+    return lines + [f"      note: {note}" for note in notes[:shown]]
 
 
 def count(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.trees import flatten, mapped
+from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.settings import Held
 
@@ -151,7 +152,10 @@ def cached_functional(program: Program, skeleton: Frozen, heads: tuple[str, ...]
     def forward(parameters: Any, rest: Any, values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         arrays = {**values, **others}
         args, kwargs = mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
+        parts = containers(args, kwargs)
         found = dict(flatten(program.call(parameters, rest, args, kwargs), is_array))
+        after = containers(args, kwargs)
+        body.written = tuple(path for path, before in parts.items() if after.get(path) != before)  # type: ignore[attr-defined]
         # Numbers, strings and None cannot leave a traced function as results.
         body.statics = {path: leaf for path, leaf in found.items() if not is_array(leaf)}  # type: ignore[attr-defined]
         return {path: leaf for path, leaf in found.items() if is_array(leaf)}
@@ -188,13 +192,35 @@ def run(
     given = {p: jnp.asarray(np.asarray(c)) for p, c in (cotangents or {}).items()}
     outputs, gradients = go(parameters, rest, arguments.values, arguments.others, given)
     plain = {path: np.array(value) if is_array(value) else value for path, value in outputs.items()}
-    return Evaluation({**getattr(body, "statics", {}), **plain}, {path: np.array(g) for path, g in gradients.items()})
+    by_path = {path: np.array(g) for path, g in gradients.items()}
+    return Evaluation({**getattr(body, "statics", {}), **plain}, by_path, getattr(body, "written", ()))
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_body(body: Callable[..., Any], quick: bool) -> Callable[..., Any]:
     options = QUICK.get(platform()) if quick else None
     return jax.jit(body, compiler_options=options)
+
+
+def program_text(prepared: Prepared) -> tuple[str, list[bytes]]:
+    """A program as jax traces it anew, and the constants in it: what Python drew while tracing stands there."""
+    program, *given, arguments = prepared
+    body = functional(program, arguments.skeleton, None)
+    # A function of its own each time, or jax would find the last trace again.
+    traced = jax.make_jaxpr(lambda *args: body(*args))(  # noqa: PLW0108
+        *given, arguments.values, arguments.others, {}
+    )
+    return re.sub("0x[0-9a-f]+", "", str(traced)), [np.asarray(c).tobytes() for c in constants(traced)]
+
+
+def constants(traced: Any) -> Iterator[Any]:
+    """The arrays in a traced program, and in those inside of it."""
+    yield from (c for c in getattr(traced, "consts", ()) if not jnp.issubdtype(jnp.asarray(c).dtype, jax.dtypes.prng_key))
+    for equation in getattr(traced, "jaxpr", traced).eqns:
+        for parameter in equation.params.values():
+            for part in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from constants(part)
 
 
 def outcome(prepared: Prepared) -> str | tuple[tuple[int, ...], ...]:

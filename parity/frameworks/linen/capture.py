@@ -13,14 +13,14 @@ from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.running import QUICK, pinned, platform
 from parity.frameworks.linen.lifting import lifted_calls
-from parity.frameworks.linen.running import arguments_of, prepare, widened
+from parity.frameworks.linen.running import arguments_of, prepare, reseeded, widened
 from parity.frameworks.linen.structure import Path, trace_state
 from parity.linen import Linen
 
 Record = tuple[str, int, dict[str | int, Any]]
 
 
-def capture(model: Linen, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
+def capture(model: Linen, call: Call, *, dtype: str | None = None, reseed: int = 0) -> tuple[Evaluation, list[Captured]]:
     """Run a model once under jit and record every submodule's output, in the order in which they finish.
 
     What ran inside a transformation of jax (a scanned cell) has no value outside of it and is left out;
@@ -28,6 +28,7 @@ def capture(model: Linen, call: Call, *, dtype: str | None = None) -> tuple[Eval
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
+        rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
         order: list[tuple[str, int, str | int, Any]] = []
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:

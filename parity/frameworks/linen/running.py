@@ -16,7 +16,17 @@ from parity.evidence.calls import Call, Evaluation
 from parity.evidence.trees import mapped
 from parity.frameworks.jax import widening
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.running import Arguments, Prepared, cast, dtypes_of_outputs, hashable, outcome, pinned, run
+from parity.frameworks.jax.running import (
+    Arguments,
+    Prepared,
+    cast,
+    dtypes_of_outputs,
+    hashable,
+    outcome,
+    pinned,
+    program_text,
+    run,
+)
 from parity.frameworks.linen.leaves import flat, leaves, model_dtype
 from parity.frameworks.nnx.leaves import to_numpy
 from parity.linen import Linen
@@ -210,6 +220,12 @@ def raises(model: Linen, call: Call, dtype: str | None = None) -> str | tuple[tu
     """What a model does with arguments, without computing: the error, or the shapes of its outputs."""
     with pinned(double=dtype == "float64"):
         return outcome(prepare(model, call, dtype, None))
+
+
+def traced(model: Linen, call: Call) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
+    with pinned():
+        return program_text(prepare(model, call, None, None))
 
 
 def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:

@@ -14,17 +14,18 @@ from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.running import QUICK, Arguments, Slot, pinned, platform
 from parity.frameworks.nnx.leaves import walk
-from parity.frameworks.nnx.running import prepare
+from parity.frameworks.nnx.running import prepare, reseeded
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 
-def capture(model: Any, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
+def capture(model: Any, call: Call, *, dtype: str | None = None, reseed: int = 0) -> tuple[Evaluation, list[Captured]]:
     """Run a model once under jit and record every submodule's output, in the order in which they finish.
 
     What ran inside a loop of the compiler (a scanned cell) has no value outside of it and is left out.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        rest = reseeded(rest, reseed) if reseed else rest
         order: list[tuple[str, int, str | int, Any]] = []
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:

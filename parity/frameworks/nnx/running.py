@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from parity.evidence.calls import Call, Evaluation
-from parity.frameworks.jax.running import Arguments, cast, dtypes_of_outputs, outcome, pinned, run
+from parity.frameworks.jax.running import Arguments, cast, dtypes_of_outputs, outcome, pinned, program_text, run
 from parity.frameworks.nnx.leaves import content, key_name, leaves, to_numpy, walk
 from parity.frameworks.nnx.widening import follow_dtype, widened
 from parity.weights.leaf import Leaf
@@ -169,6 +169,13 @@ def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tupl
     with pinned(double=dtype == "float64"):
         graphdef, *rest = prepare(model, call, dtype, None)
         return outcome((Graph(graphdef), *rest))
+
+
+def traced(model: Any, call: Call) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
+    with pinned():
+        graphdef, *rest = prepare(model, call, None, None)
+        return program_text((Graph(graphdef), *rest))
 
 
 def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:

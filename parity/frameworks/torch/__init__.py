@@ -4,6 +4,8 @@ from parity.frameworks.torch.edits import Edited as Edited
 from parity.frameworks.torch.elementary import Elementary as Elementary
 from parity.frameworks.torch.exactness import NotProvableError as NotProvableError
 from parity.frameworks.torch.exactness import Prover as Prover
+from parity.frameworks.torch.indices import Lookup as Lookup
+from parity.frameworks.torch.indices import lookups as lookups
 from parity.frameworks.torch.isolation import alone as alone
 from parity.frameworks.torch.isolation import observe as observe
 from parity.frameworks.torch.isolation import operations as operations
@@ -28,6 +30,7 @@ from parity.frameworks.torch.running import backward as backward
 from parity.frameworks.torch.running import capture as capture
 from parity.frameworks.torch.running import environment as environment
 from parity.frameworks.torch.running import evaluate as evaluate
+from parity.frameworks.torch.running import flushing as flushing
 from parity.frameworks.torch.running import fresh as fresh
 from parity.frameworks.torch.running import gpu_missing as gpu_missing
 from parity.frameworks.torch.running import model_dtype as model_dtype

@@ -30,31 +30,84 @@ class Widened(TorchDispatchMode):
 
 
 class Kinks(TorchDispatchMode):
-    """Count values that lie so close to a kink that rounding decides on which side.
+    """Count values that lie so close to a kink or to another that ties for a maximum that rounding decides.
 
     There two correct implementations may differ by a whole gradient.
 
     Attributes:
-        near: how many values lie within `units` * u * scale of a kink.
+        near: how many values lie within `units` * u * scale of a kink or a tie, but not on it.
+        exact: how many lie on a kink. That is no question of rounding: dead units feed no gradient.
+        ties: how many tie for a maximum. Nor is that, but frameworks choose other gradients there.
     """
 
     # Operation and the place of its kink; clamp and hardtanh have theirs in the arguments.
     PLACES = ("relu", "leaky_relu", "abs", "threshold", "hardtanh", "clamp", "clamp_min", "clamp_max", "elu", "sign")
+    # Operations that choose among the values along an axis, or in a window.
+    CHOICES: tuple[str, ...] = ("max", "min", "amax", "amin", "topk", "sort", "median", "kthvalue", "cummax", "cummin")
+    CHOICES += ("argmax", "argmin")
+    PAIRS = ("maximum", "minimum", "max", "min")
+    # A score of -1e9 or beyond is hidden: it says nothing of the rounding of the others.
+    HIDDEN = 1e9
 
     def __init__(self, unit: float, units: float = 64.0):
         super().__init__()
-        self.unit, self.units, self.near = unit, units, 0
+        self.unit, self.units, self.near, self.exact, self.ties = unit, units, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name.rstrip("_") in self.PLACES and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
-            x = args[0].detach()
-            bounds = [a for a in args[1:] if isinstance(a, int | float)] if "clamp" in name or name == "hardtanh" else [0.0]
-            finite = x[x.isfinite()].abs()
-            margin = self.units * self.unit * float(finite.max()) if finite.numel() else 0.0
-            # An exact zero on both sides is no question of rounding: dead units feed no gradient.
-            self.near += sum(int((((x - b).abs() <= margin) & (x != b)).sum()) for b in bounds)
+        if args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
+            x, others = args[0].detach(), [a for a in args[1:] if isinstance(a, Tensor)]
+            if name.rstrip("_") in self.PLACES:
+                bounds = [a for a in args[1:] if isinstance(a, int | float)] if "clamp" in name or name == "hardtanh" else [0.0]
+                self.exact += self.count(x[x.isfinite()], [(x - b).abs() for b in bounds])
+            elif name in self.PAIRS and others:
+                self.ties += self.count(self.shown(x), [(x - others[0].detach()).abs()])
+            elif name in self.CHOICES:
+                self.ties += self.count(self.shown(x), [gaps(x, func, args, kwargs or {})])
+            elif name.startswith("max_pool"):
+                self.ties += self.count(self.shown(x), [window_gaps(x, func, args, kwargs or {})])
         return func(*args, **(kwargs or {}))
+
+    def shown(self, x: Tensor) -> Tensor:
+        return x[x.isfinite() & (x.abs() < self.HIDDEN)]
+
+    def count(self, values: Tensor, distances: list[Tensor]) -> int:
+        """How many distances are none; those that rounding could close are added to `near`."""
+        margin = self.units * self.unit * float(values.abs().max()) if values.numel() else 0.0
+        self.near += sum(int(((d <= margin) & (d > 0)).sum()) for d in distances)
+        return sum(int((d == 0).sum()) for d in distances)
+
+
+def gaps(x: Tensor, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Between neighbours in order along the axis of a choice; of all values where it has none."""
+    name = func.overloadpacket.__name__
+    # Behind the number of those that are chosen, if there is one.
+    first = 2 if name in ("topk", "kthvalue") else 1
+    axis = kwargs.get("dim", next((a for a in args[first:] if isinstance(a, int) and not isinstance(a, bool)), None))
+    if axis is None and name in ("topk", "kthvalue", "sort"):
+        axis = -1
+    if axis is None and len(args) > 1 and isinstance(args[1], list | tuple) and len(args[1]) == 1:
+        axis = args[1][0]
+    ordered = (x.flatten() if axis is None or x.ndim == 0 else x.movedim(axis, -1)).sort(-1).values
+    steps = ordered[..., 1:] - ordered[..., :-1]
+    # Of a maximum only the first two count, of a sorted axis all.
+    if name in ("max", "amax", "argmax"):
+        steps = steps[..., -1:]
+    elif name in ("min", "amin", "argmin"):
+        steps = steps[..., :1]
+    return steps[~steps.isnan()]
+
+
+def window_gaps(x: Tensor, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Between the largest and the second value of every window of a maximum pooling."""
+    if "with_indices" not in func.overloadpacket.__name__:
+        return x.new_ones(0)
+    best, places = func(x, *args[1:], **kwargs)
+    spatial = 2 if "2d" in func.overloadpacket.__name__ else 3
+    rest = x.flatten(-spatial).scatter(-1, places.flatten(-spatial), float("-inf")).reshape(x.shape)
+    second = func(rest, *args[1:], **kwargs)[0]
+    distance = best - second
+    return distance[distance.isfinite()]
 
 
 class Shaken(TorchDispatchMode):

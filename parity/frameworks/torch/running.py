@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.errors import first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
-from parity.evidence.trees import flatten, mapped
+from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.settings import Held
+from parity.frameworks.torch.keeping import as_it_was, written
 from parity.frameworks.torch.leaves import dtype_name, from_numpy, is_array, kinds, to_numpy, torch_dtype
 from parity.frameworks.torch.modes import Widened
 from parity.weights.paths import split
@@ -126,6 +127,19 @@ def exact_products() -> Callable[[], object]:
 EXACT = Held(exact_products)
 
 
+@contextlib.contextmanager
+def flushing() -> Iterator[bool]:
+    """Turn denormal numbers to zero, as XLA does on the CPU; yields whether this machine can."""
+    threads = torch.get_num_threads()
+    # The setting is the calling thread's own.
+    set_threads(1)
+    try:
+        yield torch.set_flush_denormal(True)
+    finally:
+        torch.set_flush_denormal(False)
+        set_threads(threads)
+
+
 def set_threads(count: int) -> None:
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
@@ -174,15 +188,16 @@ def evaluate(
     for path, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
-        given = None if weights is None else weights.get(path)
-        key = id(tensor) if given is None else id(given)
+        other = None if weights is None else weights.get(path)
+        key = id(tensor) if other is None else id(other)
         if key not in originals:
-            originals[key] = fresh(tensor if given is None else from_numpy(given), dtype, device)
+            originals[key] = fresh(tensor if other is None else from_numpy(other), dtype, device)
             if wants_gradients and originals[key].is_floating_point() and tensor.requires_grad:
                 originals[key].requires_grad_()
         replaced[path] = originals[key]
     inputs: dict[str, Tensor] = {}
     arrays: dict[str, Tensor] = {}
+    given: dict[str, Tensor] = {}
 
     def as_tensor(path: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
@@ -193,22 +208,26 @@ def evaluate(
             inputs[path] = tensor.requires_grad_()
             # A model may write into what it is given, but not into a leaf of autograd.
             with torch.enable_grad():
-                return tensor.clone()
+                tensor = tensor.clone()
+        given[path] = tensor
         return tensor
 
     args = mapped(as_tensor, call.args, "args")
     kwargs = mapped(as_tensor, dict(call.kwargs), "kwargs")
+    parts = containers(args, kwargs)
     names = {id(tensor): f"parameter {path}" for path, tensor in replaced.items()}
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
     widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
-    with torch.enable_grad() if wants_gradients else torch.no_grad(), widened, watched, deployed_epsilon(model, dtype):
+    grad = torch.enable_grad() if wants_gradients else torch.no_grad()
+    with grad, widened, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
         output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
         outputs = dict(flatten(output, is_array))
         gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
     if meta:
         return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
-    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients)
+    wrote = (*written(given), *(path for path, before in parts.items() if containers(args, kwargs).get(path) != before))
+    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients, wrote, tuple(attributes))
 
 
 @contextlib.contextmanager
