@@ -35,7 +35,7 @@ from parity.evidence.trace import trace_subject
 # Trials that share one pair of one shape: more would be cheaper, fewer would try more shapes.
 SHARED = 40
 # A trial that takes longer has not passed.
-SECONDS = 120
+SECONDS = 300
 # Of so many trials one is traced module by module too.
 TRACED = 5
 SAVED_EVERY = 10.0
