@@ -221,10 +221,9 @@ def run(
         number = record["trials"]
         if number // SHARED != current:
             clean_pairs.forget()
-            current, fresh = number // SHARED, True
+            current = number // SHARED
             program = clean_pairs.program(seed, current)
-        trial = compared(program, seed, number, fresh)
-        fresh = False
+        trial = compared(program, seed, number, number % SHARED == 0)
         count(record, trial)
         tell(trial)
         if time.monotonic() - saved > SAVED_EVERY:

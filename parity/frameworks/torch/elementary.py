@@ -1,12 +1,12 @@
 """Rounding as a port has it that is written in elementary operations."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 
 from parity.frameworks.torch.modes import Shaken
 
@@ -33,6 +33,15 @@ PRODUCTS = (aten.mm.default, aten.bmm.default)
 TOTALS = (aten.sum.default, aten.sum.dim_IntList)
 
 
+@functools.cache
+def written_out() -> Mapping[Any, Any]:
+    """The fused kernels as functions of elementary operations."""
+    # Torch reads a good part of its compiler with this: only who looks for noise pays for it.
+    from torch._decomp import get_decompositions
+
+    return get_decompositions(FUSED)
+
+
 class Elementary(Shaken):
     """Move the result of every elementary operation of a float64 run by at most the roundoff of another dtype.
 
@@ -49,7 +58,7 @@ class Elementary(Shaken):
         super().__init__({"float64": units[dtype]}, seed)
         self.unit, self.errors = units[dtype], FLOAT32_ERRORS if dtype == "float32" else {}
         self.running_sums = TOTALS if dtype in ("bfloat16", "float16") else TOTALS + PRODUCTS
-        self.table = get_decompositions(FUSED)
+        self.table = written_out()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.table:
