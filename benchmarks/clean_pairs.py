@@ -82,7 +82,8 @@ class Program:
 def program(seed: int, number: int) -> Program:
     """One program of a run; the same for the same two numbers."""
     rng = np.random.default_rng([seed, number, 1])
-    family = rng.choice([wing, wing, row, row, row, catalogue])
+    families: tuple[Callable[[Generator], Program | None], ...] = (wing, wing, row, row, row, catalogue)
+    family = families[rng.integers(len(families))]
     # A configuration that torch refuses, or that leaves nothing of its inputs, is drawn again.
     return next(found for _ in range(100) if (found := family(rng)))
 
@@ -154,7 +155,7 @@ def wing(rng: Generator) -> Program | None:
     elif module == FFN:
         sizes = dict(d_model=sized(rng, 2, 384), d_ff=sized(rng, 2, 384))
     elif module in CONFIGURED:
-        kind = (PAPER, PRE_NORM, MODERN)[rng.integers(3)]
+        kind: dict[str, Any] = (PAPER, PRE_NORM, MODERN)[rng.integers(3)]
         sizes = kind | dict(d_model=kind["n_heads"] * 2 * sized(rng, 1, 16), d_ff=sized(rng, 2, 128), max_len=48)
         sizes |= dict(n_layers=int(rng.choice([1, 2]))) if module == TRANSFORMER else {}
         mask = "ids" if module == TRANSFORMER else "n1qk"
@@ -183,7 +184,7 @@ def wing(rng: Generator) -> Program | None:
 # ---------------------------------------------------------------- rows of the ledger
 
 # Sizes that a layer may have any number of, in torch's words and in Flax's.
-WIDTHS = (
+WIDTHS: tuple[str, ...] = (
     "in_features",
     "out_features",
     "in_channels",
