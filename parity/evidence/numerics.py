@@ -270,6 +270,10 @@ PRECISION_RULE = {
 ELEMENTARY_RULE = PRECISION_RULE | dict.fromkeys(("bfloat16", "float16"), (4.0, 1.0, 3.0, 0.25))
 
 
+# The mean square of so few numbers is that of their largest, and has its spread.
+FEW = 16
+
+
 def precision(
     flax: np.ndarray,
     ensemble: list[np.ndarray],
@@ -315,6 +319,8 @@ def precision_of_part(
     if not valid.any():
         return Precision(0.0, 0.0, 0.0, 0.0)
     k_max, floor_max, k_rms, floor_rms = rule
+    if valid.sum() < FEW:
+        k_rms, floor_rms = k_max, floor_max
     errors = [wide(run)[valid] - oracle[valid] for run in ensemble]
     mine = wide(flax)[valid] - oracle[valid]
     worst = max(float(np.abs(e).max()) for e in errors)

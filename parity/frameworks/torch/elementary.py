@@ -1,12 +1,12 @@
 """Rounding as a port has it that is written in elementary operations."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 
 from parity.frameworks.torch.modes import Shaken
 
@@ -29,7 +29,17 @@ FUSED = (
 FLOAT32_ERRORS = {"tanh": 5.0, "erf": 5.0, "expm1": 6.0, "log1p": 3.5, "sigmoid": 2.5, "log": 2.0, "exp": 1.5, "rsqrt": 1.5}
 
 
-SUMS = (aten.mm.default, aten.bmm.default, aten.sum.default, aten.sum.dim_IntList)
+PRODUCTS = (aten.mm.default, aten.bmm.default)
+TOTALS = (aten.sum.default, aten.sum.dim_IntList)
+
+
+@functools.cache
+def written_out() -> Mapping[Any, Any]:
+    """The fused kernels as functions of elementary operations."""
+    # Torch reads a good part of its compiler with this: only who looks for noise pays for it.
+    from torch._decomp import get_decompositions
+
+    return get_decompositions(FUSED)
 
 
 class Elementary(Shaken):
@@ -47,7 +57,8 @@ class Elementary(Shaken):
     def __init__(self, units: Mapping[str, float], dtype: str, seed: int):
         super().__init__({"float64": units[dtype]}, seed)
         self.unit, self.errors = units[dtype], FLOAT32_ERRORS if dtype == "float32" else {}
-        self.table = get_decompositions(FUSED)
+        self.running_sums = TOTALS if dtype in ("bfloat16", "float16") else TOTALS + PRODUCTS
+        self.table = written_out()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.table:
@@ -55,7 +66,7 @@ class Elementary(Shaken):
                 return self.table[func](*args, **(kwargs or {}))
         self.units = {"float64": self.unit * self.errors.get(func.overloadpacket.__name__.strip("_"), 1.0)}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        return result.add_(self.running(func, args, kwargs or {})) if self.errors and func in SUMS else result
+        return result.add_(self.running(func, args, kwargs or {})) if func in self.running_sums else result
 
     def running(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """What rounding every partial sum adds to a sum or a product of matrices.
@@ -64,7 +75,7 @@ class Elementary(Shaken):
         d_k from j on: the operation itself, with weighted terms.
         """
         terms = args[0]
-        if func in (aten.mm.default, aten.bmm.default):
+        if func in PRODUCTS:
             axes = [terms.ndim - 1]
         else:
             given = args[1] if len(args) > 1 and args[1] else range(terms.ndim)

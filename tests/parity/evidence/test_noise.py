@@ -1,0 +1,331 @@
+"""What rounding explains: how much noise is allowed for, and that a fault just above it is found."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import linen, nnx
+from torch import nn
+
+import parity
+from benchmarks import clean_pairs, clean_trials
+from parity.errors import InputError
+from parity.evidence import ladder
+from parity.evidence.numerics import UNIT, precision
+from parity.evidence.subject import Subject
+from parity.frameworks.torch import Elementary, Shaken
+
+HIDDEN = -1e20
+
+
+class InPlace(nn.Module):
+    """Nothing here is rounded but in place."""
+
+    def forward(self, x):
+        y = x.clone()
+        return y.tanh_()
+
+
+@pytest.mark.parametrize("mode", [Shaken(UNIT, 1), Elementary(UNIT, "float32", 1)])
+def test_what_is_computed_in_place_is_moved_too(mode):
+    x = torch.linspace(-2, 2, 50, dtype=torch.float64)
+    with mode:
+        moved = InPlace()(x)
+    apart = (moved - x.tanh()).abs() / x.tanh().abs()
+    largest = 5 * UNIT["float32"] if isinstance(mode, Elementary) else UNIT["float64"]
+    assert 0.5 * largest < apart.max() < 1.5 * largest + 2**-52
+
+
+def test_a_copy_in_place_is_not_moved():
+    x = torch.linspace(-2, 2, 50, dtype=torch.float64)
+    with Shaken(UNIT, 1):
+        y = torch.empty_like(x).copy_(x).relu_()
+    assert torch.equal(y, x.relu())
+
+
+def noise(make, dtype: str, runs: int = 4) -> float:
+    """Of what a function gives in float64 if every elementary operation is rounded, relative to the scale, in units."""
+    expected = make()
+    found = []
+    for seed in range(runs):
+        with Elementary(UNIT, dtype, seed):
+            found.append(float((make() - expected).abs().max() / expected.abs().max()))
+    return max(found) / UNIT[dtype]
+
+
+def test_a_fused_kernel_is_rounded_at_each_of_its_steps():
+    x = 1e3 + torch.from_numpy(np.random.default_rng(0).standard_normal((3, 64)))
+    # Of a normalisation the first step already, the distance from the mean, loses what the mean is larger.
+    assert noise(lambda: nn.functional.layer_norm(x, (64,)), "float32") > 100
+    assert noise(lambda: x * 2, "float32") < 1.1
+
+
+def test_sums_are_rounded_as_one_running_sum_but_for_products_in_half_precision():
+    ones = torch.ones(1, 4096, dtype=torch.float64)
+    assert noise(lambda: ones.sum(1), "float32") > 8
+    assert noise(lambda: ones.sum(1), "bfloat16") > 8
+    assert noise(lambda: ones @ ones.T, "float32") > 8
+    assert noise(lambda: ones @ ones.T, "bfloat16") < 1.1
+
+
+# ---------------------------------------------------------------- levels
+
+
+class TorchMasked(nn.Module):
+    """Scores, some of them hidden."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).masked_fill(x > 1.0, HIDDEN)
+
+
+class FlaxMasked(nnx.Module):
+    def __init__(self, fault: float = 0.0):
+        self.layer, self.fault = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), fault
+
+    def __call__(self, x):
+        return jax.numpy.where(x > 1.0, HIDDEN, self.layer(x) + self.fault)
+
+
+def masked(fault: float):
+    theirs, mine = TorchMasked().eval(), FlaxMasked(fault)
+    parity.transfer(theirs, mine)
+    return theirs, mine, np.random.default_rng(0).standard_normal((4, 5, 8)).astype(np.float32)
+
+
+def test_native_and_trace_see_a_small_fault_beside_hidden_scores():
+    assert parity.compare(*masked(0.0), levels=["native"]).passed
+    assert parity.trace(*masked(0.0)).passed
+    assert not parity.compare(*masked(1e-4), levels=["native"], diagnose=False).passed
+    found = parity.trace(*masked(1e-4)).first_divergence()
+    assert found
+    assert found.path == ""
+    assert found.torch > HIDDEN
+    assert found.difference == pytest.approx(1e-4, rel=1e-3)
+    assert found.differing < found.elements
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_error_of_ten_times_the_noise_is_found_after_every_look(dtype):
+    rng = np.random.default_rng(0)
+    oracle = rng.standard_normal(400)
+    runs = [oracle + UNIT[dtype] * rng.uniform(-1, 1, 400) for _ in range(25)]
+    assert precision(runs[0], runs[1:], oracle, dtype, last=True).passed
+    wrong = oracle + 10 * UNIT[dtype] * rng.uniform(-1, 1, 400)
+    assert not precision(wrong, runs, oracle, dtype, last=True).passed
+
+
+def test_few_numbers_are_judged_by_their_largest():
+    oracle, unit = np.ones(1), UNIT["float32"]
+    assert precision(oracle + 4.5 * unit, [oracle + unit], oracle, "float32").passed
+    assert not precision(oracle + 5.5 * unit, [oracle + unit], oracle, "float32").passed
+
+
+class TorchCube(nn.Module):
+    def forward(self, x):
+        return (x * x * x).sum(-1)
+
+
+class FlaxCube(nnx.Module):
+    def __init__(self, wrong: bool = False):
+        self.wrong = wrong
+
+    def __call__(self, x):
+        y = x * x * x
+        # Overflows where torch does not.
+        return (y * 1e38 / 1e38 if self.wrong else y).sum(-1)
+
+
+def test_gradients_that_overflow_in_torch_are_compared_in_float64_and_it_is_said():
+    x = np.full((2, 3, 4), 2e14, np.float32)
+    level = parity.compare(TorchCube(), FlaxCube(), x, levels=["gradients"]).level("gradients")
+    assert level.passed
+    assert any("of torch's own float32 values overflow: gradients were compared in float64 only" in n for n in level.notes)
+
+
+def test_what_only_flax_overflows_is_found():
+    report = parity.compare(TorchCube(), FlaxCube(wrong=True), np.full((2, 3, 4), 1e3, np.float32), levels=["native"])
+    assert not report.passed
+
+
+def test_a_norm_without_parameters_takes_any_width_and_that_counts_only_if_strict():
+    theirs = nn.LayerNorm(8, elementwise_affine=False).eval()
+    mine = nnx.LayerNorm(8, epsilon=1e-5, use_bias=False, use_scale=False, use_fast_variance=False, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+    lenient = parity.compare(theirs, mine, x, levels=["structure"]).level("structure")
+    assert lenient.passed
+    assert any("counts only with strict=True: args[0] one wider" in note for note in lenient.notes)
+    assert not parity.compare(theirs, mine, x, levels=["structure"], strict=True, diagnose=False).passed
+
+
+# ---------------------------------------------------------------- trace
+
+
+class TorchPair(nn.Module):
+    """Torch's layer returns its state besides; a port's need not."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.rnn = nn.SyncBatchNorm(3), nn.RNN(3, 4, bias=False, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(self.norm(x).transpose(1, 2))[0]
+
+
+class FlaxRnn(nnx.Module):
+    def __init__(self):
+        self.weight_ih_l0, self.weight_hh_l0 = nnx.Param(jax.numpy.zeros((4, 3))), nnx.Param(jax.numpy.zeros((4, 4)))
+
+    def __call__(self, x):
+        h, found = jax.numpy.zeros((x.shape[0], 4), x.dtype), []
+        for token in x.swapaxes(0, 1):
+            h = jax.numpy.tanh(token @ self.weight_ih_l0[...].T + h @ self.weight_hh_l0[...].T)
+            found.append(h)
+        return jax.numpy.stack(found, 1)
+
+
+class FlaxPair(nnx.Module):
+    def __init__(self, *, fault: bool = False):
+        self.norm = nnx.BatchNorm(3, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
+        self.rnn, self.fault = FlaxRnn(), fault
+
+    def __call__(self, x):
+        y = self.rnn(self.norm(x.swapaxes(1, 2)))
+        return y * 1.001 if self.fault else y
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_module_that_answers_in_another_form_is_no_divergence_if_what_holds_it_agrees(fault):
+    theirs, mine = TorchPair().eval(), FlaxPair(fault=fault)
+    mine.eval()
+    parity.transfer(theirs, mine)
+    traced = parity.trace(theirs, mine, np.random.default_rng(0).standard_normal((2, 3, 5)).astype(np.float32))
+    steps = {step.path: step for step in traced.steps}
+    # The ledger knows that Flax keeps the channels of this one last.
+    assert steps["norm"].agrees
+    assert traced.passed is not fault
+    if not fault:
+        assert steps["rnn"].note.startswith("answers in another form: ")
+
+
+# ---------------------------------------------------------------- the clean trials themselves
+
+
+@pytest.fixture
+def one_program(monkeypatch):
+    """A program that is quick to compile, in place of those that are drawn."""
+    theirs, mine = nn.Linear(6, 5).eval(), nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+
+    def trial(rng):
+        clean_pairs.filled(theirs, rng, "float32")
+        parity.transfer(theirs, mine)
+        return theirs, mine, (clean_pairs.numbers((2, 3, 6), rng, "float32"),)
+
+    program = clean_pairs.Program("Linear", "", "float32", trial)
+    monkeypatch.setattr(clean_pairs, "program", lambda seed, number: program)
+    monkeypatch.setattr(clean_pairs, "forget", lambda: None)
+    return program, mine
+
+
+def counted(path, upto: int) -> dict:
+    record = clean_trials.read_record(path, 0)
+    clean_trials.run(record, upto, lambda: clean_trials.write_record(path, record), lambda _: None)
+    return json.loads(path.read_text())
+
+
+def test_a_run_that_was_stopped_counts_the_same_as_one_that_was_not(tmp_path, one_program):
+    counted(tmp_path / "two.json", 3)
+    two, one = counted(tmp_path / "two.json", 7), counted(tmp_path / "one.json", 7)
+    assert one.pop("seconds") > 0
+    assert two.pop("seconds") > 0
+    assert one == two
+    assert one["outcomes"] == {"passed": 7}
+    assert one["pairs"]["Linear"]["identical"] == {"passed": 7}
+    assert sum(one["ratios"]["identical"]["histogram"]) == sum(one["looks"]) == 7
+
+
+def test_a_run_with_another_seed_or_other_code_is_not_gone_on_with(tmp_path, one_program, monkeypatch):
+    counted(tmp_path / "a.json", 1)
+    with pytest.raises(InputError, match="was begun with seed 0, now 5: give --out another file"):
+        clean_trials.read_record(tmp_path / "a.json", 5)
+    monkeypatch.setattr(clean_trials, "fingerprint", lambda: "other")
+    with pytest.raises(InputError, match="now 'other'"):
+        clean_trials.read_record(tmp_path / "a.json", 0)
+
+
+def test_a_planted_fault_is_an_alarm_with_its_number(one_program):
+    program, _ = one_program
+
+    def faulty(rng):
+        theirs, mine, args = program.trial(rng)
+        mine.kernel[...] = mine.kernel[...] * 1.0001
+        return theirs, mine, args
+
+    trial = clean_trials.compared(replace(program, trial=faulty), 0, 11, True)
+    record = clean_trials.empty_record(0)
+    clean_trials.count(record, trial)
+    assert trial.outcome == "alarm"
+    assert record["alarms"][0]["trial"] == 11
+    assert "kernel" in record["alarms"][0]["text"]
+    assert record["outcomes"] == {"alarm": 1}
+
+
+@pytest.mark.parametrize(
+    ("raised", "outcome"),
+    [(clean_trials.OutOfTimeError(), "timed out"), (RuntimeError("x"), "error"), (InputError("both models refuse"), "refused")],
+)
+def test_a_trial_that_did_not_run_has_not_passed(one_program, raised, outcome):
+    def broken(rng):
+        raise raised
+
+    trial = clean_trials.compared(replace(one_program[0], trial=broken), 0, 0, True)
+    assert (trial.outcome, trial.levels) == (outcome, {})
+
+
+def test_programs_are_drawn_the_same_again_and_never_without_a_value():
+    assert clean_pairs.program(3, 5).shape == clean_pairs.program(3, 5).shape
+    pairs = {clean_pairs.program(3, number).pair for number in range(3)}
+    assert all(pairs)
+
+
+class TorchSaturated(nn.Module):
+    """A GRU whose candidate is driven to one: 1 - tanh^2 is little more than what rounding leaves of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(6, 8, batch_first=True)
+        rng = np.random.default_rng(0)
+        with torch.no_grad():
+            for path, array in self.layer.state_dict().items():
+                array.copy_(torch.from_numpy(0.01 * rng.standard_normal(tuple(array.shape))))
+                if "bias_hh" in path:
+                    array.zero_()
+                    array[16:] = 16.5
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class FlaxSaturated(linen.Module):
+    wrong: float = 0.0
+
+    @linen.compact
+    def __call__(self, x):
+        y = linen.RNN(linen.GRUCell(8), name="layer")(x)
+        return y + self.wrong * jax.numpy.sin(y)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1e-5])
+def test_the_noise_of_a_saturated_cell_is_explained_and_a_fault_above_it_found(wrong):
+    x = np.random.default_rng(1).standard_normal((2, 5, 6)).astype(np.float32)
+    done = parity.transfer(TorchSaturated(), parity.Linen(FlaxSaturated(wrong), None, x))
+    subject = Subject(TorchSaturated().eval(), done.value, (x,), {})
+    assert ladder.native(subject, modes=("compiled",)).passed is (not wrong)
+    if not wrong:
+        assert ladder.gradients(subject).passed
