@@ -3,6 +3,9 @@
 Importing this package loads neither framework.
 """
 
+from parity.dropout.contexts import record_dropout as record_dropout
+from parity.dropout.contexts import replay_dropout as replay_dropout
+from parity.dropout.masks import DropoutMasks as DropoutMasks
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError

@@ -22,6 +22,12 @@ TRAINING = {
     "optax": ("optax", "flax"),
     "jax.initializers": ("jax", "flax"),
 }
+# Rooms of dropout masks.
+DROPOUT = {
+    "torch.dropout": ("torch", "torch"),
+    "nnx.dropout": ("flax", "flax"),
+    "linen.dropout": ("flax", "flax"),
+}
 
 
 def load(room: str) -> ModuleType:
@@ -33,7 +39,7 @@ def load(room: str) -> ModuleType:
     Raises:
         MissingFrameworkError: its framework is not installed.
     """
-    package, extra = (NEEDS | FILES | TRAINING)[room]
+    package, extra = (NEEDS | FILES | TRAINING | DROPOUT)[room]
     # The parent first: a search below a package that is missing is an error.
     if any(importlib.util.find_spec(name) is None for name in dict.fromkeys((package.partition(".")[0], package))):
         raise MissingFrameworkError(f"{package} is not installed; install it with: pip install '.[{extra}]' in a clone")

@@ -1,0 +1,1 @@
+"""Dropout masks: recorded in one framework, replayed in the other."""

@@ -1,0 +1,161 @@
+"""Masks drawn by jax: every one of Flax's, and of most other code, comes from `jax.random.bernoulli`."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parity.dropout.masks import DropoutMasks, Place
+from parity.dropout.player import Player
+
+# Gets what draws a mask, its shape and the probability to keep; returns the mask.
+Draw = Callable[[Callable[[], Any], tuple[int, ...], Any], Any]
+
+NUMBERS = itertools.count(1)
+# Compiled functions are found again only under the same value: what was compiled with other masks, or none, is not.
+MASKS = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
+
+
+@dataclass
+class Frame:
+    """A module while it is called.
+
+    Attributes:
+        path: in torch's words.
+        call: which call of it this is, from 0.
+        module: itself.
+        drawn: drops that it made itself, with their masks.
+    """
+
+    path: str
+    call: int
+    module: Any = None
+    drawn: list[tuple[Place, Any]] = field(default_factory=list)
+
+
+class Frames:
+    """Where a model is in its run."""
+
+    def __init__(self) -> None:
+        self.open: list[Frame] = []
+        self.counts: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def inside(self, path: str, module: Any) -> Iterator[Frame]:
+        """A call of a module."""
+        number = self.counts[path] = self.counts.get(path, -1) + 1
+        self.open.append(Frame(path, number, module))
+        try:
+            yield self.open[-1]
+        finally:
+            self.open.pop()
+
+    @property
+    def here(self) -> Frame:
+        """The innermost call."""
+        return self.open[-1] if self.open else Frame("", 0)
+
+
+@contextlib.contextmanager
+def fresh_programs() -> Iterator[None]:
+    """Let every function that is compiled already be compiled anew inside, and be found again after."""
+    if MASKS is not None:
+        with MASKS(next(NUMBERS)):
+            yield
+        return
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
+def drawing(draw: Draw) -> Iterator[None]:
+    """Send every `jax.random.bernoulli` through `draw`."""
+    original = jax.random.bernoulli
+
+    @functools.wraps(original)
+    def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any) -> Any:
+        whole = tuple(map(int, jnp.shape(p) if shape is None else shape))
+        return draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
+
+    jax.random.bernoulli = bernoulli
+    try:
+        with fresh_programs():
+            yield
+    finally:
+        jax.random.bernoulli = original
+
+
+def rate_of(keep: Any) -> float | None:
+    """The rate of a mask, None if it is not known before the run or not the same for all elements."""
+    if isinstance(keep, jax.core.Tracer) or jnp.size(keep) != 1:
+        return None
+    return 1.0 - float(keep)
+
+
+def replayed(player: Player, frames: Frames) -> Draw:
+    """Draws masks from a player."""
+
+    def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
+        frame = frames.here
+        found = player.take(frame.path, shape, rate_of(keep)) if 0 not in shape else None
+        if found is None:
+            return own()
+        mask = jnp.asarray(found.mask, bool)
+        frame.drawn.append((found.place, mask))
+        return mask
+
+    return draw
+
+
+def recorded(masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple[str, bool]]) -> tuple[Draw, Callable[[], None]]:
+    """Puts masks on the record, those of compiled functions too.
+
+    Args:
+        masks: the record.
+        frames: where the model is.
+        kind_of: the kind of mask that a module draws, and whether it scales by 1 / (1 - rate).
+
+    Returns:
+        What sees the masks, and what is to be called after the run.
+    """
+    # In the order in which they are drawn; a compiled function tells its masks when it runs.
+    sites: list[tuple[str, int, str, float, float | None]] = []
+    found: list[tuple[int, int, np.ndarray]] = []
+    rounds: dict[int, int] = {}
+
+    def keep_mask(site: int, mask: Any) -> None:
+        number = rounds[site] = rounds.get(site, -1) + 1
+        found.append((number, site, np.array(mask, bool)))
+
+    def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
+        mask, frame, rate = own(), frames.here, rate_of(keep)
+        kind, scales = kind_of(frame.module)
+        sites.append((frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None))
+        if isinstance(mask, jax.core.Tracer):
+            jax.debug.callback(functools.partial(keep_mask, len(sites) - 1), mask)
+        else:
+            keep_mask(len(sites) - 1, mask)
+        return mask
+
+    def finish() -> None:
+        jax.effects_barrier()
+        for _, site, mask in sorted(found, key=lambda one: one[:2]):
+            masks.add(*sites[site], mask)
+
+    return draw, finish
+
+
+def torch_dropout(inputs: Any, place: Place, mask: Any) -> Any:
+    """Drop as torch does, to the last bit: the mask is scaled and rounded, then the input multiplied by it."""
+    wide = jnp.promote_types(inputs.dtype, jnp.float32).type
+    scale = (wide(1) / wide(1 - place.rate)).astype(inputs.dtype)
+    return inputs * (mask.astype(inputs.dtype) * scale)

@@ -1,0 +1,157 @@
+"""Drops of NNX models: on the record, and run with given masks."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from parity.dropout.masks import DropoutMasks
+from parity.dropout.player import Player
+from parity.frameworks.jax.dropout import Frames, drawing, recorded, replayed, torch_dropout
+from parity.frameworks.nnx.leaves import kinds, walk
+
+# Each module of a model is told its path in an attribute meanwhile: that goes along into compiled functions and
+# gradients, where the module is another object.
+MARK = "_parity_dropout"
+CONTEXTS = itertools.count(1)
+
+# Gets a module, its path, and its call with arguments; returns what the caller gets.
+Around = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
+
+
+def module_paths(model: Any) -> list[tuple[str, Any]]:
+    """Every module under its first path in torch's words."""
+    found: dict[int, tuple[str, Any]] = {}
+    for _, torch_path, node in walk(model):
+        if isinstance(node, nnx.Module):
+            found.setdefault(id(node), (".".join(torch_path), node))
+    return list(found.values())
+
+
+def modules_of(model: Any) -> list[str]:
+    """The paths of all modules, in torch's words."""
+    return [".".join(torch_path) for _, torch_path, node in walk(model) if isinstance(node, nnx.Module)]
+
+
+class Marks:
+    """Tells modules their paths."""
+
+    def __init__(self, model: Any):
+        self.number = next(CONTEXTS)
+        self.marked: list[Any] = []
+        self.shape = shape_of(model)
+        self.mark(model)
+
+    def mark(self, model: Any) -> None:
+        """Tell every module inside its path."""
+        for path, module in module_paths(model):
+            # As a static attribute, not by nnx's own way: that refuses what another trace has made.
+            object.__setattr__(module, MARK, (self.number, path))
+            self.marked.append(module)
+
+    def path_of(self, module: Any, outermost: bool) -> str | None:
+        """The path of a module, None if it is of another model."""
+        mark = vars(module).get(MARK)
+        if mark is None and outermost and shape_of(module) == self.shape:
+            # The model put together again from parts that were split before.
+            self.mark(module)
+            mark = vars(module)[MARK]
+        return mark[1] if mark is not None and mark[0] == self.number else None
+
+    def remove(self) -> None:
+        """Leave no trace."""
+        for module in self.marked:
+            vars(module).pop(MARK, None)
+
+
+def shape_of(model: Any) -> list[tuple[str, type]]:
+    return [(path, type(module)) for path, module in module_paths(model)]
+
+
+@contextlib.contextmanager
+def followed(model: Any, around: Around) -> Iterator[None]:
+    """Send every call of a module of a model through `around`, in compiled functions too."""
+    marks = Marks(model)
+    depth: list[int] = []
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def followed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # A class that calls super().__call__ is still one module.
+            path = None if id(self) in depth else marks.path_of(self, not depth)
+            if path is None:
+                return original(self, *args, **kwargs)
+            depth.append(id(self))
+            try:
+                return around(self, path, functools.partial(original, self), args, kwargs)
+            finally:
+                depth.pop()
+
+        return followed_call
+
+    classes = {cls for _, module in module_paths(model) for cls in type(module).__mro__}
+    originals = {cls: vars(cls)["__call__"] for cls in classes if "__call__" in vars(cls) and issubclass(cls, nnx.Module)}
+    try:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", wrap(original))  # noqa: B010
+        yield
+    finally:
+        for cls, original in originals.items():
+            setattr(cls, "__call__", original)  # noqa: B010
+        marks.remove()
+
+
+def stock(module: Any) -> bool:
+    """Whether a module drops by Flax's own arithmetic."""
+    return next((cls for cls in type(module).__mro__ if "__call__" in vars(cls)), None) is nnx.Dropout
+
+
+def kind_of(module: Any) -> tuple[str, bool]:
+    """The kind of mask that a module draws, and whether it scales by 1 / (1 - rate)."""
+    if isinstance(module, nnx.MultiHeadAttention):
+        return "attention", True
+    if isinstance(module, nnx.Dropout):
+        return "channels" if module.broadcast_dims else "element", stock(module)
+    return "function", False
+
+
+def convolutional(model: Any) -> bool:
+    """Whether a model has convolutions."""
+    return any(kind.startswith("flax.nnx.Conv") for _, module in module_paths(model) for kind in kinds(module))
+
+
+@contextlib.contextmanager
+def recording(model: Any) -> Iterator[DropoutMasks]:
+    """Put every drop of a model on the record; see `parity.record_dropout`."""
+    masks, frames = DropoutMasks("flax", modules_of(model), convolutional(model)), Frames()
+    draw, finish = recorded(masks, frames, kind_of)
+
+    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with frames.inside(path, module):
+            return call(*args, **kwargs)
+
+    with drawing(draw), followed(model, around):
+        yield masks
+    finish()
+
+
+@contextlib.contextmanager
+def replaying(model: Any, player: Player) -> Iterator[None]:
+    """Let a model drop by given masks; see `parity.replay_dropout`."""
+    frames = Frames()
+
+    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with frames.inside(path, module) as frame:
+            output = call(*args, **kwargs)
+        if stock(module) and len(frame.drawn) == 1:
+            place, mask = frame.drawn[0]
+            return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
+        return output
+
+    with drawing(replayed(player, frames)), followed(model, around):
+        yield
+    player.finish()
