@@ -13,6 +13,8 @@ SHOWN = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 def training_text(training: "Training") -> str:
     """The verdict, what parts first and why, and the drift."""
+    if training.dropout:
+        return "\n".join(["NOT the same training", "", f"step {training.first}: dropout is not torch's", training.dropout])
     if not training.drift:
         return "no step was taken: batches is empty"
     if training.passed:
@@ -66,7 +68,8 @@ def native_lines(step: "NativeStep | None") -> list[str]:
     if step is None:
         return []
     return [
-        f"step {step.step}, in the dtype of the models from torch's state: error of {step.worst} {step.ratio:.3g} times the allowed",
+        f"step {step.step}, in the dtype of the models from torch's state: error of {step.worst} {step.ratio:.3g} times the "
+        "allowed",
         "  in float64 the steps agree: digits are lost, or a dtype is not torch's",
     ]
 

@@ -344,7 +344,7 @@ def resumed(seen: Observed) -> Iterator[Variant]:
     port = seen.port
     steps = max((int(entry.get("step", 0)) for entry in port.state.values()), default=0)
     # Adagrad has a state before its first step.
-    if not steps and port.kind not in ("SGD", "RMSprop", "Adadelta") or not port.state:
+    if not port.state or (not steps and port.kind not in ("SGD", "RMSprop", "Adadelta")):
         return
     carry = "parity.transfer_optimizer(optimizer, state, torch_model, flax_model) carries moments and counts"
     unset = {name: {**entry, "step": 0} for name, entry in port.state.items()}

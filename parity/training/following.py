@@ -1,12 +1,13 @@
 """Both runs in float64, step by step, with what is needed to say why they part."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from parity.errors import DivergenceError
 from parity.evidence.faults import Cause
 from parity.evidence.ladder import in_torch
 from parity.training import causes, statistics
@@ -127,7 +128,6 @@ class Follower:
         allowed: largest difference, as a part of an array's largest value.
         port: torch's optimizer in the words of no framework; None if it has none.
         momenta: by torch's name of a running statistic, the share of a batch.
-        replayed: the masks that torch drew, as Flax takes them; None if there is no dropout.
     """
 
     def __init__(
@@ -139,10 +139,9 @@ class Follower:
         allowed: float,
         port: Port | None,
         momenta: Mapping[str, float],
-        replayed: Callable[[Any], Any] | None = None,
     ):
         self.mine, self.theirs, self.pairing, self.every, self.allowed = mine, theirs, pairing, every, allowed
-        self.momenta, self.replayed = momenta, replayed
+        self.momenta = momenta
         self.drift: list[Drift] = []
         self.parted: tuple[str, ...] = ()
         self.first: int | None = None
@@ -150,6 +149,7 @@ class Follower:
         self.alive: dict[str, np.ndarray] = {}
         self.quiet: dict[str, int] = {}
         self.notes: list[str] = []
+        self.dropout = ""
         self.before = dict(mine.values())
         start = {name: sample(name, array) for name, array in self.before.items()}
         self.history = None if port is None else History(port, start, mine.recipe.accumulate)
@@ -165,8 +165,12 @@ class Follower:
         self.taken.append((batches, drawn))
         scale = self.mine.scale
         value, gradients, masks = self.mine.gradients(batches)
-        given = None if self.replayed is None else [self.replayed(one) for one in masks]
-        other, raw = self.theirs.gradients(batches, given)
+        try:
+            other, raw = self.theirs.gradients(batches, masks if self.mine.recipe.dropout else None)
+        except DivergenceError as error:
+            # Torch's masks have no place in the Flax model: what is wrong has been said, and there is no step to take.
+            self.first, self.dropout = number, str(error)
+            return
         flax_gradients = self.theirs.unscaled(raw)
         self.mine.update(scheduled=number % self.every == 0)
         self.theirs.update(raw if not self.theirs.alone else self.theirs.last)
@@ -253,5 +257,7 @@ class Follower:
                 f"differences up to {OWN_FACTOR:g} times that count as the same"
             )
         found = self.history.causes(self.allowed) if self.history is not None and self.first is not None else ()
-        result = Training(tuple(self.drift), self.allowed, self.parted, self.first, noise, unused, mode=mode)
+        result = Training(
+            tuple(self.drift), self.allowed, self.parted, self.first, noise, unused, mode=mode, dropout=self.dropout
+        )
         return replace(result, causes=found, notes=tuple(self.notes))

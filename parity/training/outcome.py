@@ -78,6 +78,7 @@ class Training:
         native: the same steps in the dtype of the models, each from torch's state; empty if they were not taken.
         causes: what would explain the first difference, the best first.
         mode: how Flax ran, compiled or eager.
+        dropout: why torch's masks have no place in the Flax model; '' if they have.
         notes: what a reader must know.
     """
 
@@ -90,6 +91,7 @@ class Training:
     native: tuple[NativeStep, ...] = ()
     causes: tuple[Cause, ...] = ()
     mode: str = "compiled"
+    dropout: str = ""
     notes: tuple[str, ...] = ()
 
     @property

@@ -85,7 +85,7 @@ class Taken:
 
 def trajectory(port: Port, start: Arrays, steps: Sequence[Taken]) -> list[dict[str, np.ndarray]]:
     """The parameters that a port has behind each step."""
-    values = {name: array for name, array in start.items()}
+    values = dict(start)
     state = {name: dict(port.state.get(name, {})) for name in start}
     found = []
     for number, step in enumerate(steps):

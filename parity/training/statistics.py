@@ -1,6 +1,6 @@
 """Why running statistics part: what ports get wrong, read off the numbers of one step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np

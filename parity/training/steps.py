@@ -11,7 +11,6 @@ out of the verdict, and named.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -44,7 +43,7 @@ def train_both(
     batches: Iterable[Sequence[Any]],
     loss: Any,
     *,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe | None = None,
     allowed: float = ALLOWED,
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
@@ -77,7 +76,7 @@ def train_both(
         InputError: the models do not start from the same parameters, or the optimizer has no twin.
         TransferError: the models do not fit.
     """
-    pairs = Twins(torch_model, flax_model, optimizer, loss, recipe, rename, ignore)
+    pairs = Twins(torch_model, flax_model, optimizer, loss, recipe or Recipe(), rename, ignore)
     return pairs.trained([plain(batch) for batch in batches], allowed)
 
 
@@ -128,7 +127,7 @@ class Twins:
     def run_of_flax(self, mine: Any, dtype: str | None, unused: tuple[str, ...]) -> Any:
         """Flax's run on copies, with the twin of an optimizer or the transformation that is on trial."""
         recipe = self.recipe
-        theirs = self.flax_training.Run(self.flax_model, self.losses[1], recipe, dtype)
+        theirs = self.flax_training.Run(self.flax_model, self.losses[1], recipe, dtype, self.named["rename"])
         scaling = None if recipe.scaler is None else self.room.scaling_of(recipe.scaler)
         if recipe.transformation is not None:
             theirs.train_by(recipe.transformation, recipe.state, scaling)
@@ -180,6 +179,8 @@ class Twins:
             )
             for batch in steps:
                 follower.step(batch)
+                if follower.dropout:
+                    break
             return follower.outcome(unused, self.recipe.mode)
 
 

@@ -1,5 +1,6 @@
 """A copy of a Flax model that trains while its owner's stays as it is: what NNX and Linen have in common."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from parity.dropout.contexts import replay_dropout
+from parity.dropout.masks import DropoutMasks
 from parity.evidence.trees import mapped
 from parity.frameworks.jax.losses import LOSSES
 from parity.frameworks.jax.running import QUICK, cast, platform
@@ -17,6 +20,8 @@ from parity.frameworks.optax.scaling import LossScaleState, found, loss_scale, s
 from parity.training.recipe import Recipe
 
 Arrays = Mapping[str, np.ndarray]
+# What torch dropped, of which only the plan counts, and the masks themselves as arrays of a program.
+Masks = tuple[DropoutMasks, Mapping[str, Any]] | None
 
 
 class Run:
@@ -31,20 +36,31 @@ class Run:
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
         deployed: the model's own.
+        rename: as in `parity.transfer`, to find the places of dropout.
     """
 
     def __init__(
-        self, parameters: Mapping[str, jax.Array], rest: Any, loss: Any, recipe: Recipe, dtype: str | None, deployed: str
+        self,
+        parameters: Mapping[str, jax.Array],
+        rest: Any,
+        loss: Any,
+        recipe: Recipe,
+        dtype: str | None,
+        deployed: str,
+        rename: Mapping[str, str] | None,
     ):
         self.parameters, self.rest = dict(parameters), rest
         self.loss: Callable[..., jax.Array] = LOSSES[loss] if isinstance(loss, str) else loss
         self.recipe, self.dtype, self.deployed = recipe, dtype, deployed
+        self.programs: dict[Any, Callable[..., Any]] = {}
+        self.rename = rename
+        self.last: Any = None
         self.tx: Any = optax.identity()
         self.state: Any = None
 
     # --- what a room says ---------------------------------------------------------------------
 
-    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Any) -> tuple[jax.Array, Any]:
+    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Masks) -> tuple[jax.Array, Any]:
         """The loss, and what the model holds besides its parameters afterwards."""
         raise NotImplementedError
 
@@ -98,10 +114,20 @@ class Run:
         """Whether the transformation sees every batch, because it accumulates by itself."""
         return isinstance(self.tx, optax.MultiSteps)
 
-    @functools.cached_property
-    def differentiate(self) -> Callable[..., Any]:
-        def factored(parameters: Any, rest: Any, batch: Any, masks: Any, factors: Any) -> Any:
-            value, new = self.evaluate(parameters, rest, batch, masks)
+    def replayed(self, model: Any, masks: Masks) -> AbstractContextManager[None]:
+        """Let a model drop by given masks, if there are any."""
+        return contextlib.nullcontext() if masks is None else replay_dropout(model, *masks, rename=self.rename)
+
+    def differentiate(self, masks: DropoutMasks | None) -> Callable[..., Any]:
+        """The program that gives loss, the rest and gradients; one serves all masks of one plan."""
+        plan = None if masks is None else masks.plan
+        if plan not in self.programs:
+            self.programs[plan] = self.differentiated(masks)
+        return self.programs[plan]
+
+    def differentiated(self, masks: DropoutMasks | None) -> Callable[..., Any]:
+        def factored(parameters: Any, rest: Any, batch: Any, arrays: Any, factors: Any) -> Any:
+            value, new = self.evaluate(parameters, rest, batch, None if masks is None else (masks, arrays))
             # As torch does: first divided by the number of batches, then multiplied by the scale.
             whole = value
             for factor in factors:
@@ -136,20 +162,23 @@ class Run:
 
         return mapped(array, tuple(batch))
 
-    def gradients(self, batches: Sequence[Sequence[Any]], masks: Sequence[Any] | None = None) -> tuple[float, dict[str, Any]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Any]], masks: Sequence[DropoutMasks] | None = None
+    ) -> tuple[float, dict[str, Any]]:
         """The mean loss of some batches, and the gradient of each parameter, of the loss as it is scaled.
 
         Args:
             batches: as many as are accumulated.
-            masks: for each batch, the masks of dropout.
+            masks: for each batch, what torch dropped; None leaves dropout to Flax.
         """
         values, total = [], dict[str, Any]()
         factors = [np.float64(1 / len(batches))] if len(batches) > 1 and not self.alone else []
         factors += [np.float64(self.scale)] if found(self.state) is not None else []
         for number, batch in enumerate(batches):
             with self.widened():
-                value, self.rest, gradients = self.differentiate(
-                    *(self.parameters, self.rest, self.arrays(batch), None if masks is None else masks[number]),
+                given = None if masks is None else masks[number]
+                value, self.rest, gradients = self.differentiate(given)(
+                    *(self.parameters, self.rest, self.arrays(batch), {} if given is None else given.arrays()),
                     [jnp.asarray(factor) for factor in factors],
                 )
             values.append(float(value))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from parity.frameworks.jax.running import cast
-from parity.frameworks.jax.training import Arrays
+from parity.frameworks.jax.training import Arrays, Masks
 from parity.frameworks.jax.training import Run as JaxRun
 from parity.frameworks.linen.leaves import flat, model_dtype
 from parity.frameworks.linen.running import following, nested, widened
@@ -51,25 +51,27 @@ class Run(JaxRun):
         loss: takes a function that is the model, and a batch of arrays; or the name of one.
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
+        rename: as in `parity.transfer`, to find the places of dropout.
     """
 
-    def __init__(self, model: Linen, loss: Any, recipe: Recipe, dtype: str | None):
+    def __init__(self, model: Linen, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
         self.original = model
         told = {name: TRAINING[name] for name in model.kwargs if name in TRAINING} if recipe.train else {}
         self.kwargs = {**model.kwargs, **told}
-        arrays = {keys: array for keys, array in flat(model.variables).items()}
+        arrays = flat(model.variables)
         made = {k: a if is_key(a) else jnp.array(cast(to_numpy(a), dtype), copy=True) for k, a in arrays.items()}
         self.keys = {".".join(k): k for k in made}
         parameters = {".".join(k): a for k, a in made.items() if k[0] == "params"}
         rest = {".".join(k): a for k, a in made.items() if k[0] != "params"}
-        super().__init__(parameters, rest, loss, recipe, dtype, model_dtype(model) or "float32")
+        super().__init__(parameters, rest, loss, recipe, dtype, model_dtype(model) or "float32", rename)
 
-    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Any) -> tuple[jax.Array, Any]:
+    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Masks) -> tuple[jax.Array, Any]:
         """The loss, and what the model holds besides its parameters afterwards."""
         variables = nested({self.keys[name]: array for name, array in (parameters | rest).items()})
         function = Applied(self.original, variables, self.kwargs)
         with following(jnp.float64) if self.dtype == "float64" else contextlib.nullcontext():
-            value = self.loss(function, *batch)
+            with self.replayed(self.original, masks):
+                value = self.loss(function, *batch)
         new = {".".join(keys): array for keys, array in flat(function.variables).items()}
         # Collections that a run makes anew, such as intermediates, are no part of the model.
         return value, {name: new[name] for name in rest}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from parity.frameworks.jax.running import cast
-from parity.frameworks.jax.training import Arrays
+from parity.frameworks.jax.training import Arrays, Masks
 from parity.frameworks.jax.training import Run as JaxRun
 from parity.frameworks.nnx.leaves import content, model_dtype, to_numpy
 from parity.frameworks.nnx.widening import follow_dtype, widened
@@ -24,9 +24,10 @@ class Run(JaxRun):
         loss: takes a model and a batch of arrays, gives an array without axes; or the name of one.
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
+        rename: as in `parity.transfer`, to find the places of dropout.
     """
 
-    def __init__(self, model: Any, loss: Any, recipe: Recipe, dtype: str | None):
+    def __init__(self, model: Any, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
         model = nnx.clone(model)
         if recipe.train:
             model.train()
@@ -37,16 +38,17 @@ class Run(JaxRun):
         flat = nnx.to_flat_state(rest)
         kept = {p: v if isinstance(v, nnx.RngState) else v.replace(own(content(v), dtype)) for p, v in flat}
         arrays = {name: own(content(leaf), dtype) for name, (_, leaf) in self.paths.items()}
-        super().__init__(arrays, nnx.from_flat_state(kept), loss, recipe, dtype, model_dtype(model) or "float32")
+        super().__init__(arrays, nnx.from_flat_state(kept), loss, recipe, dtype, model_dtype(model) or "float32", rename)
 
-    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Any) -> tuple[jax.Array, Any]:
+    def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Masks) -> tuple[jax.Array, Any]:
         """The loss, and what the model holds besides its parameters afterwards."""
         full = nnx.from_flat_state({path: leaf.replace(parameters[name]) for name, (path, leaf) in self.paths.items()})
         # Variables can be written only where they were made: here, not outside of a gradient.
         model = nnx.merge(self.graphdef, full, jax.tree.map(lambda array: array, rest))
         if self.dtype == "float64":
             follow_dtype(model)
-        value = self.loss(model, *batch)
+        with self.replayed(model, masks):
+            value = self.loss(model, *batch)
         return value, nnx.split(model, nnx.Param, ...)[2]
 
     def nested(self, flat: Mapping[str, Any]) -> Any:

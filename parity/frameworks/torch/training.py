@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from parity.errors import InputError
 from parity.evidence.numerics import jittered
 from parity.evidence.trees import mapped
+from parity.frameworks.torch.dropout import recording
 from parity.frameworks.torch.leaves import from_numpy, to_numpy, torch_dtype
 from parity.frameworks.torch.losses import LOSSES
 from parity.frameworks.torch.modes import Widened
@@ -125,7 +126,7 @@ class Run:
         return mapped(tensor, tuple(batch))
 
     def gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[float, dict[str, np.ndarray | None], list[Any]]:
-        """The mean loss of some batches, the gradient of each parameter, None where there is none, and masks drawn.
+        """The mean loss of some batches, the gradient of each parameter, None where there is none, and the masks drawn.
 
         Args:
             batches: as many as are accumulated.
@@ -137,7 +138,9 @@ class Run:
             tensors = self.tensors(batch)
             wide = Widened(self.deployed) if self.dtype == "float64" else contextlib.nullcontext()
             with torch.enable_grad(), wide, deployed_epsilon(self.model, self.dtype):
-                value = self.loss(self.model, *tensors)
+                with recording(self.model) if self.recipe.dropout else contextlib.nullcontext() as masks:
+                    value = self.loss(self.model, *tensors)
+                drawn.append(masks)
                 part = value / len(batches) if len(batches) > 1 else value
                 (part if self.scaler is None else self.scaler.scale(part)).backward()
             values.append(float(value.detach()))
