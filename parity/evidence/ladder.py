@@ -432,7 +432,12 @@ def in_torch(
 
 def gradient_scales(subject: Subject) -> dict[str, float]:
     """The magnitude by which each gradient is judged: a bias has that of its sibling kernel, if that is larger."""
-    own = {path: finite_scale(g) for path, g in subject.torch_wide.gradients.items()}
+    return magnitudes(subject.torch_wide.gradients)
+
+
+def magnitudes(gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`gradient_scales` of gradients by path."""
+    own = {path: finite_scale(g) for path, g in gradients.items()}
     by_owner: dict[str, float] = {}
     for path, scale in own.items():
         if not path.startswith("input "):

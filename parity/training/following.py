@@ -14,6 +14,7 @@ from parity.training import causes, statistics
 from parity.training.outcome import Drift, Training
 from parity.training.ports import Port, Taken
 from parity.training.statistics import Statistic
+from parity.weights.leaf import gathered
 from parity.weights.pairing import Pair, Pairing
 
 # What is left of a gradient that is zero in exact arithmetic, as a part of the largest gradient.
@@ -38,6 +39,15 @@ def compared(pairing: Pairing, mine: Arrays, theirs: Arrays) -> Compared:
         (name, mine[name], in_torch(name, pairs, [p.target.array_path for p in pairs], theirs, mine[name]))
         for name, pairs in parts.items()
     ]
+
+
+def sent(pairing: Pairing, arrays: Arrays) -> dict[str, np.ndarray]:
+    """Torch's arrays by name as Flax's by path, as far as a transfer would make them of these alone."""
+    found = []
+    for p in pairing.pairs:
+        if p.source.array_path in arrays:
+            found.append((p.target, np.asarray(p.layout.apply(p.source.of(arrays[p.source.array_path])))))
+    return gathered(found)
 
 
 def past(allowed: float, errors: Mapping[str, float]) -> tuple[str, ...]:

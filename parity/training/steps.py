@@ -11,6 +11,7 @@ out of the verdict, and named.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -22,8 +23,8 @@ from parity.errors import InputError, listed
 from parity.evidence.trees import mapped
 from parity.training.convert import clip_grad_norm, clip_grad_value, moves, to_optax
 from parity.training.following import Follower, compared, sample
-from parity.training.outcome import Drift as Drift
-from parity.training.outcome import Training as Training
+from parity.training.native import NativeFollower
+from parity.training.outcome import NativeStep, Training
 from parity.training.pairs import which
 from parity.training.ports import Port
 from parity.training.recipe import Recipe, checked_loss
@@ -44,6 +45,7 @@ def train_both(
     loss: Any,
     *,
     recipe: Recipe | None = None,
+    native: bool = False,
     allowed: float = ALLOWED,
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
@@ -65,6 +67,7 @@ def train_both(
             number. Of a `parity.Linen` the model is a function that applies it. Or a name: `cross_entropy`,
             `mse`, `l1`, `square`.
         recipe: what else happens in a step.
+        native: whether each step is taken in the dtype of the models too, from torch's state before it.
         allowed: largest difference, as a part of an array's largest value.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
@@ -77,7 +80,9 @@ def train_both(
         TransferError: the models do not fit.
     """
     pairs = Twins(torch_model, flax_model, optimizer, loss, recipe or Recipe(), rename, ignore)
-    return pairs.trained([plain(batch) for batch in batches], allowed)
+    steps = list(chunks(map(plain, batches), pairs.recipe.accumulate))
+    found = pairs.trained(steps, allowed)
+    return replace(found, native=pairs.native_steps(steps, found.unused)) if native and not found.dropout else found
 
 
 class Twins:
@@ -166,11 +171,24 @@ class Twins:
         bounds = {"norm": self.recipe.max_norm, "value": self.recipe.max_value}
         return Port(known.kind, known.groups, state, **bounds, begun=begun, unused=frozenset(unused))
 
-    def trained(self, batches: list[Any], allowed: float) -> Training:
+    def native_steps(self, steps: list[Any], unused: tuple[str, ...]) -> tuple[NativeStep, ...]:
+        """Single steps in the dtype of the models; none if that is float64, where there is nothing to add."""
+        dtype = self.torch.model_dtype(self.torch_model) or "float32"
+        if dtype == "float64":
+            return ()
+        with self.torch.pinned(), self.flax.pinned():
+            mine = self.run_of_torch(None)
+            theirs = self.run_of_flax(mine, None, unused)
+            twin = self.recipe.transformation is None
+            follower = NativeFollower(mine, theirs, self.flax_model, self.pairing, dtype, self.options(mine), twin)
+            for batch in steps:
+                follower.step(batch)
+            return tuple(follower.steps)
+
+    def trained(self, steps: list[Any], allowed: float) -> Training:
         """Both runs in float64."""
         with self.torch.pinned(), self.flax.pinned(double=True):
             mine = self.run_of_torch("float64")
-            steps = list(chunks(batches, self.recipe.accumulate))
             unused = mine.unused(steps[0]) if steps else ()
             theirs = self.run_of_flax(mine, "float64", unused)
             refuse_other_start(self.pairing, mine.values(), theirs.values())

@@ -213,3 +213,16 @@ class Run:
         dtypes = {name: p.dtype for name, p in self.parameters.items()}
         self.parameters |= {n: jnp.asarray(a, dtypes[n], copy=True) for n, a in arrays.items() if n in dtypes}
         self.rest = self.with_others(self.rest, {name: a for name, a in arrays.items() if name not in dtypes})
+
+    def arrays_now(self) -> dict[str, np.ndarray]:
+        """The parameters by path."""
+        return {name: np.array(array) for name, array in self.parameters.items()}
+
+    def as_gradients(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """Arrays by path, as `update` takes them."""
+        return {name: jnp.asarray(arrays[name], p.dtype, copy=True) for name, p in self.parameters.items()}
+
+    def scale_like(self, scale: float) -> None:
+        """Multiply the loss by a number from here on, if it is scaled at all."""
+        if isinstance(self.state, LossScaleState):
+            self.state = self.state._replace(scale=jnp.asarray(scale, jnp.float32))

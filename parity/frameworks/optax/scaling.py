@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -43,16 +44,16 @@ def scaled(
         )
 
     def update(updates: Any, state: LossScaleState, params: Any = None) -> tuple[Any, LossScaleState]:
-        gradients = jax.tree.map(lambda g: g * (1 / state.scale).astype(g.dtype), updates)
+        gradients = jax.tree.map(lambda g: g * jnp.reciprocal(state.scale).astype(g.dtype), updates)
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)] or [jnp.asarray(True)]).all()
         # NaN must not get into what is thrown away: gradients may flow through an update.
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), gradients)
         moved, new = inner.update(safe, state.inner, params)
         kept = jax.tree.map(lambda n, o: n if scheduled(n) else jnp.where(finite, n, o), new, state.inner, is_leaf=scheduled)
         grown = state.growth_tracker + 1 == growth_interval
-        larger = state.scale * growth_factor
+        larger = state.scale * np.float32(growth_factor)
         up = jnp.where(grown & jnp.isfinite(larger), larger, state.scale)
-        scale = jnp.where(finite, up, state.scale * backoff_factor)
+        scale = jnp.where(finite, up, state.scale * np.float32(backoff_factor))
         tracker = jnp.where(finite & ~grown, state.growth_tracker + 1, 0)
         return jax.tree.map(lambda u: jnp.where(finite, u, 0), moved), LossScaleState(scale, tracker, ~finite, kept)
 

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parity.dropout.contexts import replay_dropout
 from parity.errors import InputError
-from parity.evidence.numerics import jittered
+from parity.evidence.numerics import UNIT, jittered
 from parity.evidence.trees import mapped
 from parity.frameworks.torch.dropout import recording
 from parity.frameworks.torch.leaves import from_numpy, to_numpy, torch_dtype
 from parity.frameworks.torch.losses import LOSSES
-from parity.frameworks.torch.modes import Widened
+from parity.frameworks.torch.modes import Kinks, Shaken, Widened
 from parity.frameworks.torch.optimizers import owns
 from parity.frameworks.torch.running import deployed_epsilon, device_of, model_dtype
+from parity.training.optimizers import SCALARS
 from parity.training.recipe import Recipe
 
 
@@ -55,6 +57,9 @@ def scaling_of(scaler: Any) -> dict[str, float]:
     return {"init_scale": state.pop("scale"), "growth_tracker": state.pop("_growth_tracker")} | state
 
 
+NUMBERS = {name for names in SCALARS.values() for name in names}
+
+
 class Run:
     """A training run on copies.
 
@@ -84,6 +89,8 @@ class Run:
             tracker = options.pop("growth_tracker")
             self.scaler = torch.amp.GradScaler(device_of(self.model).type, **options)
             self.scaler.load_state_dict(self.scaler.state_dict() | {"_growth_tracker": tracker})
+            # It makes its tensors when it is first used.
+            self.scaler.scale(torch.ones([], device=device_of(self.model)))
         self.skipped = False
         self.last_gradients: dict[str, np.ndarray | None] = {}
 
@@ -92,7 +99,8 @@ class Run:
         self.model.double()
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                # Single numbers stay as torch keeps them.
+                if isinstance(value, Tensor) and value.shape == parameter.shape and name not in (*NUMBERS, "step"):
                     state[name] = value.double()
 
     def forked(self, dtype: str | None = None, rng: np.random.Generator | None = None) -> "Run":
@@ -125,20 +133,25 @@ class Run:
 
         return mapped(tensor, tuple(batch))
 
-    def gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[float, dict[str, np.ndarray | None], list[Any]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Any]], given: Sequence[Any] | None = None, shake: int | None = None
+    ) -> tuple[float, dict[str, np.ndarray | None], list[Any]]:
         """The mean loss of some batches, the gradient of each parameter, None where there is none, and the masks drawn.
 
         Args:
             batches: as many as are accumulated.
+            given: masks of another run to drop by.
+            shake: a seed, by which every intermediate result is moved by at most half an ulp.
         """
         for parameter in self.model.parameters():
             parameter.grad = None
         values, drawn = [], list[Any]()
-        for batch in batches:
+        for number, batch in enumerate(batches):
             tensors = self.tensors(batch)
             wide = Widened(self.deployed) if self.dtype == "float64" else contextlib.nullcontext()
-            with torch.enable_grad(), wide, deployed_epsilon(self.model, self.dtype):
-                with recording(self.model) if self.recipe.dropout else contextlib.nullcontext() as masks:
+            shaken = contextlib.nullcontext() if shake is None else Shaken(UNIT, shake)
+            with torch.enable_grad(), wide, shaken, deployed_epsilon(self.model, self.dtype):
+                with self.dropping(given[number] if given else None) as masks:
                     value = self.loss(self.model, *tensors)
                 drawn.append(masks)
                 part = value / len(batches) if len(batches) > 1 else value
@@ -148,6 +161,27 @@ class Run:
         found = {name: None if p.grad is None else np.array(to_numpy(p.grad)) for name, p in self.model.named_parameters()}
         self.last_gradients = found
         return sum(values) / len(values), found, drawn
+
+    def dropping(self, given: Any) -> Any:
+        """Drop by given masks, or put on the record what is dropped."""
+        if not self.recipe.dropout:
+            return contextlib.nullcontext()
+        return recording(self.model) if given is None else replay_dropout(self.model, given)
+
+    def kinks(self, batches: Sequence[Sequence[Any]], given: Sequence[Any] | None, unit: float) -> int:
+        """How many values lie so near a kink that rounding in the model's own dtype may change a gradient."""
+        watch = Kinks(unit)
+        run = self.forked(self.dtype)
+        with watch:
+            run.gradients(batches, given)
+        return watch.near
+
+    def take(self, gradients: Mapping[str, np.ndarray | None]) -> None:
+        """Let the next step be taken on these gradients of the loss, multiplied by its scale."""
+        for name, parameter in self.model.named_parameters():
+            g = gradients.get(name)
+            parameter.grad = None if g is None else from_numpy(np.array(g)).to(parameter.device, parameter.dtype) * self.scale
+        self.unscale()
 
     def generators(self) -> Any:
         """The states of torch's generators, for `draw_from`."""
