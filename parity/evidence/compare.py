@@ -1,14 +1,16 @@
 """Climb the ladder for a pair of models."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.ladder import CLIMB
-from parity.evidence.result import LEVELS, Finding, LevelResult, Report
+from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject, arrays_of
 from parity.evidence.trace import trace_subject
+from parity.training.level import Plan, planned, training
+from parity.training.recipe import Recipe
 
 Made = TypeVar("Made")
 
@@ -25,6 +27,11 @@ def compare(
     seed: int = 0,
     strict: bool = False,
     diagnose: bool = True,
+    steps: int = 0,
+    optimizer: Any = None,
+    loss: Any = None,
+    batches: Iterable[Sequence[Any]] | None = None,
+    recipe: Recipe | None = None,
 ) -> Report:
     """Tell whether a Flax model is the same function as a torch model, level by level.
 
@@ -38,7 +45,7 @@ def compare(
         args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
         kwargs: keyword arguments for both.
         levels: names out of `weights`, `structure`, `wiring`, `identical`, `native`, `gradients`;
-            None climbs them all.
+            None climbs them all. `training` is climbed where there are steps.
         modes: how Flax runs at the level `native`: `compiled`, `eager` or both.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
@@ -48,6 +55,13 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
+        steps: to train copies of both, put into train mode, after the other levels: in float64 from the same
+            state, and in their own dtype each step from torch's state, with torch's dropout masks.
+        optimizer: with `steps`; as in `parity.train_both`, and so `loss`.
+        loss: with `steps`.
+        batches: of the training; they are taken in turn, anew from the first if there are fewer than it takes. None
+            trains on the arguments: the last is the target, if the loss has one.
+        recipe: what else happens in a step of training.
 
     Returns:
         The report; on failure with a trace that names the first divergence, and with a diagnosis.
@@ -56,7 +70,12 @@ def compare(
         InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
         MissingFrameworkError: a framework is not installed.
     """
-    chosen, ways = checked_levels(levels), checked_modes(modes)
+    chosen, ways = checked_levels(levels, bool(steps)), checked_modes(modes)
+    plan = None
+    if steps or (optimizer, loss, batches, recipe) != (None,) * 4:
+        # That the two are models at all is said below, for every level.
+        options: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "batches": batches, "recipe": recipe}
+        plan = planned(torch_model, flax_model, args, kwargs or {}, steps=steps, rename=rename, ignore=ignore, **options)
     subject = Subject(
         torch_model,
         flax_model,
@@ -67,7 +86,7 @@ def compare(
         seed=seed,
         gradients="gradients" in chosen,
     )
-    return climb(subject, chosen, ways, strict, diagnose=diagnose)
+    return climb(subject, chosen, ways, strict, diagnose=diagnose, plan=plan)
 
 
 def climb(
@@ -77,6 +96,7 @@ def climb(
     strict: bool = False,
     spoil: bool = True,
     diagnose: bool = True,
+    plan: Plan | None = None,
 ) -> Report:
     """`compare` for models that are already checked.
 
@@ -87,6 +107,7 @@ def climb(
         strict: as in `compare`.
         spoil: whether inputs that do not fit are tried too.
         diagnose: as in `compare`.
+        plan: of the training, if there is to be one.
     """
     refused = refusals(subject) if set(levels) - {"weights"} else None
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
@@ -96,11 +117,16 @@ def climb(
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
-    failed = not refused and any(result.status == "failed" for result in results)
+    trained = None
+    if plan is not None:
+        result, trained = training(plan) if not refused else (LevelResult(TRAINING, "not run", refused.findings[0].what), None)
+        results.append(result)
+    # What parts in training alone is told there: the outputs of modules agree.
+    failed = not refused and any(result.status == "failed" for result in results if result.level != TRAINING)
     trace = attempted(lambda: trace_subject(subject)) if failed else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
     found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
-    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found)
+    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found, trained)
 
 
 def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelResult:
@@ -163,11 +189,19 @@ def names(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
-def checked_levels(levels: Iterable[str] | None) -> tuple[str, ...]:
+def checked_levels(levels: Iterable[str] | None, steps: bool = False) -> tuple[str, ...]:
+    """The levels below training, in order; that one is climbed where there are steps.
+
+    Raises:
+        InputError: there is no such level, or nothing is left of them.
+    """
     chosen = LEVELS if levels is None else names(levels)
-    unknown = [level for level in chosen if level not in LEVELS]
+    unknown = [level for level in chosen if level not in (*LEVELS, TRAINING)]
     if unknown or not chosen:
-        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {', '.join(LEVELS)}")
+        known = ", ".join((*LEVELS, TRAINING))
+        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {known}")
+    if TRAINING in chosen and not steps:
+        raise InputError("the level training needs steps=N, optimizer=... and loss=...")
     return tuple(level for level in LEVELS if level in chosen)
 
 

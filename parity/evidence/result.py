@@ -10,6 +10,8 @@ from parity.evidence.faults import Diagnosis, Isolation
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
+# The level that needs an optimizer, a loss and a number of steps besides.
+TRAINING = "training"
 # What each level shows, for people.
 PROVES = {
     "weights": "the parameters, ties and settings are the same",
@@ -18,6 +20,7 @@ PROVES = {
     "identical": "the functions are identical: computed in float64 and rounded once, bit-equal in float32",
     "native": "no precision is lost in the deployed dtype, eager and compiled",
     "gradients": "training starts the same: gradients of parameters and inputs agree",
+    "training": "training stays the same: parameters, running statistics and loss, step by step with torch's dropout masks",
 }
 
 
@@ -186,6 +189,7 @@ class Report:
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
+        training: step by step, how far the two part while they train; None if they were not trained.
     """
 
     levels: tuple[LevelResult, ...]
@@ -194,6 +198,7 @@ class Report:
     seed: int = 0
     notes: tuple[str, ...] = ()
     diagnosis: Diagnosis | None = None
+    training: Any = None
 
     @property
     def passed(self) -> bool:

@@ -71,6 +71,8 @@ def headline(report: "Report") -> str:
         return f"agree on what was asked, which is less than the same function: {', '.join(passed)}"
     if not failed:
         return "not proved: a level could not run"
+    if [level.level for level in failed] == ["training"] and "identical" in passed:
+        return "the same function, which is NOT trained the same"
     only_settings = all(level.level == "weights" and all(f.figures.get("setting") for f in level.findings) for level in failed)
     if only_settings and "identical" in passed:
         return "the same numbers on these inputs, but a setting differs"

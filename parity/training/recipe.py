@@ -34,7 +34,8 @@ class Recipe:
             again, a step is skipped where one is not finite, and the scale grows and shrinks.
         transformation: of the Flax model, in place of `parity.to_optax(optimizer, ...)`: the one to be examined.
         state: of that transformation, where the run goes on from an earlier one; None is what `init` gives.
-        train: whether the copies are put into train mode first. Layers that only their owner keeps in eval mode
+        train: whether the copies are put into train mode first; None leaves them as they are in `parity.train_both`, and
+            trains in `parity.compare`, to which models come in eval mode. Layers that only their owner keeps in eval mode
             need a `train` method that does so, in torch and NNX alike. Of a `parity.Linen`, keyword arguments
             `train`, `training`, `is_training` become True, `deterministic`, `use_running_average` False.
         dropout: whether the masks that torch draws are replayed in Flax.
@@ -49,7 +50,7 @@ class Recipe:
     scaler: Any = None
     transformation: Any = None
     state: Any = None
-    train: bool = False
+    train: bool | None = None
     dropout: bool = True
     mode: Literal["compiled", "eager"] = "compiled"
 

@@ -80,9 +80,7 @@ def train_both(
         TransferError: the models do not fit.
     """
     pairs = Twins(torch_model, flax_model, optimizer, loss, recipe or Recipe(), rename, ignore)
-    steps = list(chunks(map(plain, batches), pairs.recipe.accumulate))
-    found = pairs.trained(steps, allowed)
-    return replace(found, native=pairs.native_steps(steps, found.unused)) if native and not found.dropout else found
+    return pairs.whole(list(chunks(map(plain, batches), pairs.recipe.accumulate)), allowed, native)
 
 
 class Twins:
@@ -170,6 +168,11 @@ class Twins:
         begun = 0 if mine.scheduler is None else frameworks.load("torch.schedulers").position(mine.scheduler) * every
         bounds = {"norm": self.recipe.max_norm, "value": self.recipe.max_value}
         return Port(known.kind, known.groups, state, **bounds, begun=begun, unused=frozenset(unused))
+
+    def whole(self, steps: list[Any], allowed: float, native: bool) -> Training:
+        """Both runs in float64, and single steps in the dtype of the models if they are asked for."""
+        found = self.trained(steps, allowed)
+        return replace(found, native=self.native_steps(steps, found.unused)) if native and not found.dropout else found
 
     def native_steps(self, steps: list[Any], unused: tuple[str, ...]) -> tuple[NativeStep, ...]:
         """Single steps in the dtype of the models; none if that is float64, where there is nothing to add."""
