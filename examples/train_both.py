@@ -30,9 +30,7 @@ def models(layers: int) -> tuple[torch_impl.Transformer, jax_impl.Transformer]:
     torch.manual_seed(0)
     tokens = train_on_text.n_tokens()
     ours = torch_impl.Transformer(tokens, tokens, torch_impl.TransformerConfig(**SIZES, n_layers=layers))
-    theirs = jax_impl.Transformer(
-        tokens, tokens, jax_impl.TransformerConfig(**SIZES, n_layers=layers), rngs=nnx.Rngs(0)
-    )
+    theirs = jax_impl.Transformer(tokens, tokens, jax_impl.TransformerConfig(**SIZES, n_layers=layers), rngs=nnx.Rngs(0))
     parity.transfer(ours, theirs)
     return ours, theirs
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
+from parity.evidence.backward import isolate_backward
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.ladder import CLIMB
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
@@ -126,7 +127,10 @@ def climb(
     trace = attempted(lambda: trace_subject(subject)) if failed else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
     found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
-    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found, trained)
+    only_back = failed and "gradients" in [result.level for result in results if result.status == "failed"]
+    forward_agrees = found is None or found.passed
+    backward = attempted(lambda: isolate_backward(subject)) if only_back and diagnose and forward_agrees else None
+    return Report(tuple(results), trace, environment(subject), subject.seed, lint(subject), found, backward, trained)
 
 
 def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelResult:

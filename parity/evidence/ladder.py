@@ -1,6 +1,7 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -350,6 +351,7 @@ def gradients(subject: Subject) -> LevelResult:
     zero = [path for (path, *_), result in zip(triples, results, strict=True) if result.zero]
     if zero:
         notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
+    findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)
     if alone and not findings:
@@ -357,6 +359,26 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not run", f"{what}; gradients of inputs agree", level.figures, notes=tuple(notes))
     figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
+
+
+def nearest_first(subject: Subject, triples: list[Any], findings: list[Finding]) -> list[Finding]:
+    """Findings in the order in which gradients come back, those nearest the loss first, each with its cause if that shows."""
+    if not findings:
+        return findings
+    from parity.evidence.gradient_causes import explained
+
+    try:
+        with subject.torch.pinned():
+            given = subject.torch.observe_backward(subject.torch_model, subject.call, subject.cotangents or {}, dtype="float64")
+        order = {f"gradient of {name}": place for place, name in enumerate(given.order)}
+    except Exception:
+        order = {}
+    known = {f"gradient of {path}": (path, actual, oracle) for path, actual, oracle, _ in triples}
+    ordered = []
+    for finding in sorted(findings, key=lambda finding: order.get(finding.where, len(order))):
+        why = explained(subject, *known[finding.where]) if finding.where in known and "atol" in finding.figures else ""
+        ordered.append(replace(finding, what=f"{finding.what}; {why}") if why else finding)
+    return ordered
 
 
 def unpaired_gradients(subject: Subject) -> list[str]:

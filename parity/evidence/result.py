@@ -189,6 +189,7 @@ class Report:
         seed: of probes, cotangents and jitter.
         notes: what concerns all levels, such as inputs that cannot show a fault.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
+        backward: every pair of modules run alone backwards, where gradients differ though outputs agree; None else.
         training: step by step, how far the two part while they train; None if they were not trained.
     """
 
@@ -198,6 +199,7 @@ class Report:
     seed: int = 0
     notes: tuple[str, ...] = ()
     diagnosis: Diagnosis | None = None
+    backward: Isolation | None = None
     training: Any = None
 
     @property

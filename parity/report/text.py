@@ -24,6 +24,7 @@ def report_text(report: "Report") -> str:
     if report.trace and report.trace.unpaired:
         lines.append(unpaired_line(report.trace))
     lines += why_lines(report.diagnosis) if report.diagnosis else []
+    lines += backward_lines(report.backward) if report.backward else []
     lines += [""] if len(lines) > 1 else []
     identical_failed = any(level.level == "identical" and level.status == "failed" for level in report.levels)
     for level in report.levels:
@@ -58,6 +59,21 @@ def why_lines(diagnosis: "Diagnosis") -> list[str]:
         *lines,
         "  next: make the change, then compare again" if diagnosis.causes else "  next: look at the code of these modules",
     ]
+
+
+def backward_lines(isolation: "Isolation") -> list[str]:
+    """The modules that are wrong backwards, each run alone."""
+    if not isolation.faults:
+        return []
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    wrong = count(len(isolation.faults), "module")
+    lines = ["", f"{wrong} of {modules} wrong backwards, each run alone on what torch's was given and what came back to it"]
+    for one in isolation.faults[:SHOWN]:
+        own = ", in its own code between the modules that it calls" if one.between else ""
+        lines.append(
+            f"  {one.path or 'the model'}   {one.differences[0].where}: {one.ratio:.3g} times what rounding explains{own}"
+        )
+    return lines + ([f"  and {len(isolation.faults) - SHOWN} more: report.backward"] if len(isolation.faults) > SHOWN else [])
 
 
 def headline(report: "Report") -> str:

@@ -59,7 +59,9 @@ def planned(
         return None
     missing = [name for name in ("optimizer", "loss") if given[name] is None]
     if missing:
-        raise InputError(f"steps={steps} needs {' and '.join(missing)} too, as in steps=20, optimizer=torch.optim.AdamW, loss='mse'")
+        raise InputError(
+            f"steps={steps} needs {' and '.join(missing)} too, as in steps=20, optimizer=torch.optim.AdamW, loss='mse'"
+        )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputError(f"recipe must be a parity.Recipe, got {recipe!r}")
     # The models were given in eval mode, as all other levels want them.
@@ -95,7 +97,9 @@ def training(plan: Plan) -> tuple[LevelResult, Training | None]:
     notes += [f"without gradient, left alone: {', '.join(found.unused)}"] if found.unused else []
     if found.passed:
         return LevelResult("training", "passed", headline(found), figures, notes=tuple(notes)), found
-    return LevelResult("training", "failed", f"they part in step {plan_step(found)}", figures, findings(found), tuple(notes)), found
+    return LevelResult(
+        "training", "failed", f"they part in step {plan_step(found)}", figures, findings(found), tuple(notes)
+    ), found
 
 
 def plan_step(found: Training) -> int | None:
