@@ -29,6 +29,7 @@ DECAYS = {
 }
 EPSILONS = {
     0.0: "none: forgotten",
+    1e-30: "none: forgotten",
     1e-8: "the default of Adam",
     1e-10: "that of Adagrad in torch",
     1e-7: "that of Keras and of Adagrad in optax",
@@ -60,8 +61,10 @@ class Observed:
         found = dict.fromkeys(self.start, 0.0)
         for values, step in zip(trajectory(port, self.start, self.steps), self.steps, strict=True):
             for name, theirs in step.values.items():
-                scale = max(float(np.abs(theirs).max(initial=0.0)), TINY)
-                gap = float(np.abs(values[name] - theirs).max(initial=0.0)) / scale / self.allowed
+                scale = max(float(np.nanmax(np.abs(theirs), initial=0.0)), TINY)
+                with np.errstate(invalid="ignore"):
+                    apart = np.where(np.isnan(values[name]) & np.isnan(theirs), 0.0, np.abs(values[name] - theirs))
+                gap = float(apart.max(initial=0.0)) / scale / self.allowed
                 found[name] = max(found[name], gap if np.isfinite(gap) else np.inf)
         return found
 
@@ -187,7 +190,7 @@ def eps(seen: Observed) -> Iterator[Variant]:
         now = first(seen.port, "eps")
         for value, known in EPSILONS.items():
             if value != now:
-                text = f"eps is {value:g}" + (f", {known}" if known else "") if value else "eps is forgotten"
+                text = f"eps is {value:g}" + (f", {known}" if known else "") if value > 1e-20 else "eps is forgotten"
                 yield text, f"eps={now:g}, as torch has it", changed(seen.port, eps=value)
                 if value and "eps in the root" not in seen.port.quirks and seen.port.kind in ("RMSprop", "Adagrad"):
                     yield (
@@ -446,7 +449,8 @@ def explained(seen: Observed) -> tuple[Cause, ...]:
     found = [cause for _, cause in singles if cause.complete]
     if not found:
         helpful = sorted((p for p in singles if p[1].after < worst), key=lambda p: p[1].after)[:12]
-        found = [c for port, cause in helpful for c in on_top(replace(seen, port=port), cause, before, wrong)]
+        pairs = [c for port, cause in helpful for c in on_top(replace(seen, port=port), cause, before, wrong)]
+        found = list({frozenset(cause.what.split("; and ")): cause for cause in reversed(pairs)}.values())[::-1]
     return tuple(found[:TOLD])
 
 

@@ -155,19 +155,11 @@ class Twins:
 
     def port(self, mine: Any, unused: tuple[str, ...]) -> Port | None:
         """Torch's optimizer in the words of no framework; None if it has no twin."""
-        room, every = frameworks.load("torch.optimizers"), self.recipe.every
         try:
-            moved = moves(mine.scheduler, every, None) if mine.scheduler is not None else None
-            known = room.read(mine.optimizer, mine.names, moved)
+            found = port_of(mine.optimizer, mine.names, mine.scheduler, self.recipe.every)
         except InputError:
             return None
-        state = {
-            name: {key: sample(name, v) if isinstance(v, np.ndarray) else v for key, v in entries.items()}
-            for name, entries in room.read_state(mine.optimizer, mine.names).items()
-        }
-        begun = 0 if mine.scheduler is None else frameworks.load("torch.schedulers").position(mine.scheduler) * every
-        bounds = {"norm": self.recipe.max_norm, "value": self.recipe.max_value}
-        return Port(known.kind, known.groups, state, **bounds, begun=begun, unused=frozenset(unused))
+        return replace(found, norm=self.recipe.max_norm, value=self.recipe.max_value, unused=frozenset(unused))
 
     def whole(self, steps: list[Any], allowed: float, native: bool) -> Training:
         """Both runs in float64, and single steps in the dtype of the models if they are asked for."""
@@ -216,6 +208,28 @@ def flax_rooms(flax_model: Any) -> tuple[ModuleType, ModuleType]:
         if room.is_model(flax_model):
             return room, frameworks.load(f"{name}.training")
     raise InputError(f"the second model must be a flax.nnx.Module or a parity.Linen, got {frameworks.describe(flax_model)}")
+
+
+def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, every: int = 1) -> Port:
+    """A torch optimizer, its state sampled, in the words of no framework.
+
+    Args:
+        optimizer: of torch.optim.
+        names: of its parameters, by `id`.
+        scheduler: of it.
+        every: steps to each step of the scheduler.
+
+    Raises:
+        InputError: it has no twin.
+    """
+    room = frameworks.load("torch.optimizers")
+    known = room.read(optimizer, names, moves(scheduler, every, None) if scheduler is not None else None)
+    state = {
+        name: {key: sample(name, value) if isinstance(value, np.ndarray) else value for key, value in entries.items()}
+        for name, entries in room.read_state(optimizer, names).items()
+    }
+    begun = 0 if scheduler is None else frameworks.load("torch.schedulers").position(scheduler) * every
+    return Port(known.kind, known.groups, state, begun=begun)
 
 
 def chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
