@@ -9,6 +9,7 @@ from parity import frameworks
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import InputError
+from parity.weights.paths import Rename
 
 
 def room_of(model: Any, verb: str) -> tuple[ModuleType, str]:
@@ -95,6 +96,8 @@ def replay_dropout(
     room, target = room_of(model, "replay_dropout")
     if not isinstance(masks, DropoutMasks):
         raise InputError(f"masks must be what parity.record_dropout gave, got {frameworks.describe(masks)}")
-    player = Player(masks, arrays, room.modules_of(model), target, rename=rename, channels_last=channels_last)
+    renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
+    told = (lambda path: renames.apply(path)[0]) if masks.source != target else str
+    player = Player(masks, arrays, room.modules_of(model), target, rename=told, channels_last=channels_last)
     with room.replaying(model, player):
         yield

@@ -68,7 +68,8 @@ class DropoutMasks:
 
     Args:
         source: whose run it was: `torch` or `flax`.
-        modules: the paths of all modules of its model, in torch's words, those that drop nothing too.
+        modules: of every module of its model, those that drop nothing too, the first path, in torch's words, by
+            all paths that it has.
         convolutional: whether there are convolutions among them, before which Flax has the channels last.
         drops: what is known already.
 
@@ -77,9 +78,9 @@ class DropoutMasks:
     """
 
     def __init__(
-        self, source: str, modules: Iterable[str] = (), convolutional: bool = False, drops: Iterable[Drop] = ()
+        self, source: str, modules: Mapping[str, str] | None = None, convolutional: bool = False, drops: Iterable[Drop] = ()
     ):
-        self.source, self.modules, self.convolutional = source, tuple(modules), convolutional
+        self.source, self.modules, self.convolutional = source, dict(modules or {}), convolutional
         self.drops: list[Drop] = list(drops)
 
     def __len__(self) -> int:
@@ -182,8 +183,9 @@ def read_header(path: Any, text: str, arrays: Mapping[str, np.ndarray]) -> Dropo
             Drop(str(p), int(c), str(k), float(r), None if s is None else float(s), tuple(map(int, shape)), arrays[str(number)])
             for number, (p, c, k, r, s, shape) in enumerate(header["drops"])
         ]
-        masks = DropoutMasks(str(header["source"]), map(str, header["modules"]), bool(header["convolutional"]), drops)
-    except (ValueError, KeyError, TypeError) as error:
+        modules = {str(way): str(first) for way, first in header["modules"].items()}
+        masks = DropoutMasks(str(header["source"]), modules, bool(header["convolutional"]), drops)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is damaged: {type(error).__name__}: {error}; record the masks again") from None
     problems = [problem for number, drop in enumerate(drops) if (problem := unfit(number, drop))]
     if len(arrays) != len(drops):

@@ -10,7 +10,6 @@ import numpy as np
 
 from parity.dropout.masks import DropoutMasks, Place
 from parity.errors import DivergenceError, InputError, listed
-from parity.weights.paths import Rename
 
 # A rate that went through float32 is still that rate.
 SAME_RATE = 1e-6
@@ -42,11 +41,12 @@ class Player:
     Args:
         masks: what was recorded.
         arrays: masks in place of the recorded ones, of the structure of `masks.arrays()`; traced ones too.
-        modules: the paths of all modules of the model that runs, in torch's words.
+        modules: the path, in torch's words, of every module of the model that runs, by all paths that it has.
         target: whose model that is: `torch` or `flax`.
-        rename: as in `parity.transfer`: from torch's names to Flax's.
+        rename: makes a path of the recorded model one of the model that runs.
         channels_last: torch paths, or patterns of them, of drops on feature maps whose channels Flax has last;
             None decides by the shapes.
+        repeats: whether every call of the whole model begins with the first mask again.
 
     Raises:
         InputError: arrays are not of that structure.
@@ -56,27 +56,54 @@ class Player:
         self,
         masks: DropoutMasks,
         arrays: Mapping[str, Sequence[Any]] | None,
-        modules: Iterable[str],
+        modules: Mapping[str, str],
         target: str,
         *,
-        rename: Mapping[str, str] | None = None,
+        rename: Callable[[str], str] = str,
         channels_last: Iterable[str] | None = None,
+        repeats: bool = False,
     ):
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
         self.problems: list[str] = []
         self.extra: list[Asked] = []
-        names = {path: path for path in masks.modules}
-        if masks.source != target:
-            renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
-            names = {path: renames.apply(path)[0] for path in masks.modules}
-        there = set(modules) | {""}
-        known = {name for name in names.values() if name in there} | {""}
-        self.home = lambda path: innermost(path, known)
+        self.renamed = rename
+        self.modules = {**modules, "": ""}
+        # One module of several paths may be several modules in the other model: their drops are in one order.
+        self.shared = {"": ""}
+        for way, first in masks.modules.items():
+            self.shared.setdefault(self.partner(way), self.partner(first))
+        self.repeats, self.all = repeats, [Waiting(*one) for one in in_order(masks, arrays)]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Hand out the first masks next."""
+        self.extra: list[Asked] = []
         self.queues: dict[str, list[Waiting]] = {}
-        for place, mask in in_order(masks, arrays):
-            # A path that only its drop tells is that of a module too.
-            self.queues.setdefault(self.home(names.get(place.path, place.path)), []).append(Waiting(place, mask))
+        for one in self.all:
+            self.queues.setdefault(self.home(self.partner(one.place.path)), []).append(one)
+
+    def enter(self) -> None:
+        """The whole model is called."""
+        if self.repeats:
+            self.rewind()
+
+    def leave(self) -> None:
+        """That call is over."""
+        if self.repeats:
+            self.tell_unmatched()
+
+    def partner(self, path: str) -> str:
+        """Of the modules around a recorded drop, the innermost that the running model has too: its path there."""
+        while (name := self.renamed(path)) not in self.modules:
+            path = path.rpartition(".")[0]
+        return self.modules[name]
+
+    def home(self, path: str) -> str:
+        """Of the modules around a drop of the running model, the innermost that the recorded one has too."""
+        while path not in self.shared:
+            path = path.rpartition(".")[0]
+        return self.shared[path]
 
     def take(self, path: str, shape: Sequence[int], rate: float | None) -> Waiting | None:
         """The mask of a drop, in the shape in which it is asked for.
@@ -98,10 +125,10 @@ class Player:
             return None
         found = queue.pop(at)
         if fit is None:
-            self.problems.append(self.misfit(found.place, path, shape))
+            self.tell(self.misfit(found.place, path, shape))
             return None
         if rate is not None and abs(rate - found.place.rate) > SAME_RATE:
-            self.problems.append(
+            self.tell(
                 f"{self.names(found.place, path)} drops at another rate: {self.both(f'{found.place.rate:g}', f'{rate:g}')}; "
                 "set the same"
             )
@@ -118,7 +145,7 @@ class Player:
         if own == shape:
             ambiguous = move is not None and sum(size > 1 for size in own[1:]) > 1 and place.kind == "element"
             if ambiguous and self.convolutional and len(own) > 3:
-                self.problems.append(
+                self.tell(
                     f"{place.path or 'the model'} drops in shape {own}, which fits with the channels first and last; "
                     f"say with channels_last=() that Flax has them first, or with channels_last=({place.path!r},) that it has them last"
                 )
@@ -161,9 +188,16 @@ class Player:
         Raises:
             DivergenceError: something did not.
         """
-        problems = [*self.problems, *unmatched([w.place for queue in self.queues.values() for w in queue], self.extra, self)]
-        if problems:
-            raise DivergenceError(listed("the two models do not drop alike", problems))
+        if not self.repeats:
+            self.tell_unmatched()
+        if self.problems:
+            raise DivergenceError(listed("the two models do not drop alike", self.problems))
+
+    def tell_unmatched(self) -> None:
+        """Keep what was recorded or drawn by one side only."""
+        left = [one.place for queue in self.queues.values() for one in queue]
+        for problem in unmatched(left, list(self.extra), self):
+            self.tell(problem)
 
 
 def as_it_is(mask: Any) -> Any:
@@ -194,13 +228,6 @@ def in_order(masks: DropoutMasks, arrays: Mapping[str, Sequence[Any]] | None) ->
         number = numbers[place.path] = numbers.get(place.path, -1) + 1
         found.append((place, arrays[place.path][number]))
     return found
-
-
-def innermost(path: str, known: set[str]) -> str:
-    """The deepest of the known paths that a path lies below, or is."""
-    while path not in known:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def moved_channels(own: tuple[int, ...], shape: tuple[int, ...], *, to_flax: bool) -> Callable[[Any], Any] | None:

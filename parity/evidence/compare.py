@@ -1,11 +1,13 @@
 """Climb the ladder for a pair of models."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from parity.errors import InputError, first_line
 from parity.evidence.backward import isolate_backward
 from parity.evidence.diagnose import diagnose_subject
+from parity.evidence.dropping import replayed
 from parity.evidence.ladder import CLIMB
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject, arrays_of
@@ -28,6 +30,7 @@ def compare(
     seed: int = 0,
     strict: bool = False,
     diagnose: bool = True,
+    dropout: str | None = None,
     steps: int = 0,
     optimizer: Any = None,
     loss: Any = None,
@@ -41,7 +44,7 @@ def compare(
     afterwards. Neither model nor any argument is changed.
 
     Args:
-        torch_model: a `torch.nn.Module` in eval mode. Canonical: what it does is right.
+        torch_model: a `torch.nn.Module` in eval mode, unless `dropout` says otherwise. Canonical: what it does is right.
         flax_model: an `nnx.Module` in eval mode, or a `parity.Linen`.
         args: positional arguments for both: tensors, arrays or NumPy, in the dtype of the models.
         kwargs: keyword arguments for both.
@@ -71,8 +74,9 @@ def compare(
         InputError: a model or an argument cannot be compared as it stands, or both models refuse it.
         MissingFrameworkError: a framework is not installed.
     """
-    chosen, ways = checked_levels(levels, bool(steps)), checked_modes(modes)
-    plan = None
+    drops, ways = replays(dropout), checked_modes(modes)
+    below = [name for name in LEVELS if name != "wiring"] if drops and levels is None else levels
+    chosen, plan = checked_levels(below, bool(steps)), None
     if steps or (optimizer, loss, batches, recipe) != (None,) * 4:
         # That the two are models at all is said below, for every level.
         options: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "batches": batches, "recipe": recipe}
@@ -86,8 +90,17 @@ def compare(
         ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore),
         seed=seed,
         gradients="gradients" in chosen,
+        dropout=drops,
     )
-    return climb(subject, chosen, ways, strict, diagnose=diagnose, plan=plan)
+    if not drops:
+        return climb(subject, chosen, ways, strict, diagnose=diagnose, plan=plan)
+    with replayed(subject):
+        report = climb(subject, chosen, ways, strict, spoil=False, diagnose=False)
+    if plan is None:
+        return report
+    # Each step of the training has masks of its own.
+    result, trained = training(plan)
+    return replace(report, levels=(*report.levels, result), training=trained)
 
 
 def climb(
@@ -114,7 +127,9 @@ def climb(
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
     results: list[LevelResult] = []
     for level in levels:
-        if refused and level != "weights":
+        if level == "wiring" and subject.dropping is not None:
+            results.append(LevelResult(level, "not run", "the models drop: compare them in eval mode for this level"))
+        elif refused and level != "weights":
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
@@ -186,6 +201,17 @@ def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:
     if not ways or any(way not in ("compiled", "eager") for way in ways):
         raise InputError(f"modes must be 'compiled', 'eager' or both, got {', '.join(map(repr, ways)) or 'nothing'}")
     return ways
+
+
+def replays(dropout: Any) -> bool:
+    """Whether the models may drop.
+
+    Raises:
+        InputError: it is neither of what can be asked for.
+    """
+    if dropout not in (None, "replay"):
+        raise InputError(f"dropout must be None or 'replay', got {dropout!r}")
+    return dropout is not None
 
 
 def names(given: Any) -> tuple[Any, ...]:

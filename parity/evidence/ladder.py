@@ -69,6 +69,7 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
             findings.append(Finding(where, f"{side} returns it, {other} does not"))
             continue
         findings += compare_kind(where, expected[path], actual[path])
+    findings += [Finding("", sentence) for sentence in subject.dropping or ()]
     bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"

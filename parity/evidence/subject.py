@@ -34,6 +34,7 @@ class Subject:
         seed: of probes, cotangents and jitter.
         gradients: whether runs compute gradients too.
         pins_checked: whether a call of the same shapes has shown already that neither model pins a dtype.
+        dropout: whether the models may drop: both with the masks that torch draws; see `dropping.replayed`.
         native_gradients: whether Flax computes them in its own dtype too, not in float64 alone.
 
     Raises:
@@ -53,6 +54,7 @@ class Subject:
         gradients: bool = True,
         native_gradients: bool = True,
         pins_checked: bool = False,
+        dropout: bool = False,
     ):
         self.torch, self.flax = load("torch"), flax_room(flax_model)
         problems = argument_problems(kwargs, seed)
@@ -66,10 +68,12 @@ class Subject:
         self.native_gradients, self.pins_checked = gradients and native_gradients, pins_checked
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
+        # What does not fit between the drops of both, one sentence each; None if they are not to drop.
+        self.dropping: list[str] | None = None
         self.call = as_call(torch_model, args, kwargs)
         self.flax_model = self.flax.with_call(flax_model, self.call)
-        problems += self.torch.problems_before_running(torch_model)
-        problems += self.flax.problems_before_running(self.flax_model)
+        problems += self.torch.problems_before_running(torch_model, dropout)
+        problems += self.flax.problems_before_running(self.flax_model, dropout)
         problems += self.dtype_problems()
         if problems:
             raise InputError(listed("cannot compare", problems))

@@ -30,31 +30,40 @@ class Frame:
         path: in torch's words.
         call: which call of it this is, from 0.
         module: itself.
-        drawn: drops that it made itself, with their masks.
+        drawn: drops that it made itself, with their masks, and the rates at which it asked for them.
     """
 
     path: str
     call: int
     module: Any = None
-    drawn: list[tuple[Place, Any]] = field(default_factory=list)
+    drawn: list[tuple[Place, Any, float | None]] = field(default_factory=list)
 
 
 class Frames:
-    """Where a model is in its run."""
+    """Where a model is in its run; a player is told when the whole of it is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, player: Player | None = None) -> None:
+        self.player = player
         self.open: list[Frame] = []
         self.counts: dict[str, int] = {}
+        # A mask for every drop while a module is tried by itself, and the paths of those that were.
+        self.pattern: Any = None
+        self.tried: set[str] = set()
 
     @contextlib.contextmanager
     def inside(self, path: str, module: Any) -> Iterator[Frame]:
         """A call of a module."""
         number = self.counts[path] = self.counts.get(path, -1) + 1
+        whole = self.player if path == "" and not self.open else None
+        if whole is not None:
+            whole.enter()
         self.open.append(Frame(path, number, module))
         try:
             yield self.open[-1]
         finally:
             self.open.pop()
+        if whole is not None:
+            whole.leave()
 
     @property
     def here(self) -> Frame:
@@ -105,12 +114,15 @@ def replayed(player: Player, frames: Frames) -> Draw:
     """Draws masks from a player."""
 
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
+        if frames.pattern is not None:
+            return frames.pattern(shape)
         frame = frames.here
-        found = player.take(frame.path, shape, rate_of(keep)) if 0 not in shape else None
+        rate = rate_of(keep)
+        found = player.take(frame.path, shape, rate) if 0 not in shape else None
         if found is None:
             return own()
         mask = jnp.asarray(found.mask, bool)
-        frame.drawn.append((found.place, mask))
+        frame.drawn.append((found.place, mask, rate))
         return mask
 
     return draw
@@ -159,3 +171,55 @@ def torch_dropout(inputs: Any, place: Place, mask: Any) -> Any:
     wide = jnp.promote_types(inputs.dtype, jnp.float32).type
     scale = (wide(1) / wide(1 - place.rate)).astype(inputs.dtype)
     return inputs * (mask.astype(inputs.dtype) * scale)
+
+
+def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Callable[[Any], Any]) -> str:
+    """Why a module that only drops does it by another factor than torch, '' if it does not, or does more than that.
+
+    It is tried by itself, once, on ones and with every other element kept.
+
+    Args:
+        frames: where the model is: in the call of that module.
+        path: of the module.
+        args: what it was given.
+        output: what it returned.
+        call: calls it on other arrays. What it raises only says that it cannot be tried.
+    """
+    frame = frames.here
+    if path in frames.tried or len(frame.drawn) != 1 or len(args) != 1 or jnp.shape(args[0]) != jnp.shape(output):
+        return ""
+    place, mask, rate = frame.drawn[0]
+    if place.scale is None or place.kind not in ("element", "channels"):
+        return ""
+    frames.tried.add(path)
+    frames.pattern = every_other
+    try:
+        with jax.ensure_compile_time_eval():
+            found = np.asarray(call(jnp.ones(jnp.shape(args[0]), args[0].dtype)), np.float64)
+            kept = np.broadcast_to(np.asarray(every_other(np.shape(mask))), found.shape)
+    except Exception:
+        return ""
+    finally:
+        frames.pattern = None
+    # Another rate is told where it is asked for.
+    return told_factor(path, place.scale if rate is None or rate == 1 else 1 / (1 - rate), found, kept)
+
+
+def every_other(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.arange(int(np.prod(shape))).reshape(shape) % 2 == 0
+
+
+def told_factor(path: str, scale: float, found: np.ndarray, kept: np.ndarray) -> str:
+    """What a module makes of ones, in words, if it is not what torch makes of them."""
+    if kept.all() or not kept.any():
+        return ""
+    here, there = (np.unique(found[where]) for where in (kept, ~kept))
+    name = path or "the model"
+    if len(here) != 1 or len(there) != 1:
+        return ""
+    if here[0] == 0 and there[0] != 0:
+        return f"{name} drops what its mask keeps: True in jax.random.bernoulli's mask keeps in torch; swap the two"
+    if there[0] != 0 or np.isclose(here[0], scale, rtol=2e-2):
+        return ""
+    what = "does not scale what it keeps" if here[0] == 1 else "scales what it keeps by another factor"
+    return f"{name} {what}: expected (torch) times {scale:g}, actual (flax) times {here[0]:g}; divide by 1 - rate"

@@ -29,8 +29,8 @@ def with_call(model: Linen, call: Call) -> Linen:
     return model.replaced(args=call.args, kwargs={**model.kwargs, **call.kwargs})
 
 
-def problems_before_running(model: Linen) -> list[str]:
-    """Why a model cannot be compared as it stands: in train mode, or without values."""
+def problems_before_running(model: Linen, dropout: bool = False) -> list[str]:
+    """Why a model cannot be compared as it stands: in train mode, or without values; it may drop if it has keys for it."""
     found = []
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         found.append("this runs inside jax.jit, where arrays hold no numbers; call it outside")

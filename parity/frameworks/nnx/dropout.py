@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
-from parity.frameworks.jax.dropout import Frames, drawing, recorded, replayed, torch_dropout
+from parity.frameworks.jax.dropout import Frames, drawing, factor_problem, recorded, replayed, torch_dropout
 from parity.frameworks.nnx.leaves import kinds, walk
 
 # Each module of a model is told its path in an attribute meanwhile: that goes along into compiled functions and
@@ -32,9 +33,14 @@ def module_paths(model: Any) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def modules_of(model: Any) -> list[str]:
-    """The paths of all modules, in torch's words."""
-    return [".".join(torch_path) for _, torch_path, node in walk(model) if isinstance(node, nnx.Module)]
+def modules_of(model: Any) -> dict[str, str]:
+    """The first path, in torch's words, of every module by all paths that it has."""
+    firsts = {id(module): path for path, module in module_paths(model)}
+    found: dict[str, str] = {}
+    for path, torch_path, node in walk(model):
+        if isinstance(node, nnx.Module):
+            found |= dict.fromkeys((".".join(path), ".".join(torch_path)), firsts[id(node)])
+    return found
 
 
 class Marks:
@@ -142,16 +148,34 @@ def recording(model: Any) -> Iterator[DropoutMasks]:
 @contextlib.contextmanager
 def replaying(model: Any, player: Player) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    frames = Frames()
+    frames = Frames(player)
 
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
             output = call(*args, **kwargs)
+            problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
+        if problem:
+            player.tell(problem)
         if stock(module) and len(frame.drawn) == 1:
-            place, mask = frame.drawn[0]
+            place, mask, _ = frame.drawn[0]
             return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
         return output
 
     with drawing(replayed(player, frames)), followed(model, around):
         yield
     player.finish()
+
+
+def alone(module: Any, ones: Any, kwargs: Any) -> Any:
+    """What a module without parameters returns, outside of its model."""
+    graphdef, state = nnx.split(module)
+    if any(not isinstance(leaf, nnx.RngState) for _, leaf in nnx.to_flat_state(state)):
+        raise ValueError("it has parameters")
+
+    def known(leaf: Any) -> Any:
+        # The real ones may be known only when the program runs.
+        return leaf.replace(jax.random.key(0) if isinstance(leaf, nnx.RngKey) else jnp.zeros((), jnp.uint32))
+
+    twin = nnx.merge(graphdef, nnx.from_flat_state({path: known(leaf) for path, leaf in nnx.to_flat_state(state)}))
+    vars(twin).pop(MARK)
+    return twin(ones, **kwargs)

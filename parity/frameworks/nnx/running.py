@@ -21,13 +21,14 @@ def with_call(model: Any, call: Call) -> Any:
     return model
 
 
-def problems_before_running(model: Any) -> list[str]:
-    """Why a model cannot be compared as it stands: in train mode, or without values."""
+def problems_before_running(model: Any, dropout: bool = False) -> list[str]:
+    """Why a model cannot be compared as it stands: in train mode, or without values; it may drop if told so."""
     found = []
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         found.append("this runs inside jax.jit, where arrays hold no numbers; call it outside")
+    depends = updates if dropout else depends_on_mode
     training = [
-        ".".join(path) or "the model" for path, _, node in walk(model) if isinstance(node, nnx.Module) and depends_on_mode(node)
+        ".".join(path) or "the model" for path, _, node in walk(model) if isinstance(node, nnx.Module) and depends(node)
     ]
     if training:
         found.append(
@@ -52,8 +53,13 @@ def contents(model: Any) -> list[tuple[Leaf, Any]]:
     return list(zip((leaf for leaf in leaves(model) if not leaf.loose), nodes, strict=True))
 
 
+def updates(module: Any) -> bool:
+    """Whether a module computes with the statistics of the batch."""
+    return getattr(module, "use_running_average", True) is False
+
+
 def depends_on_mode(module: Any) -> bool:
-    if getattr(module, "use_running_average", True) is False:
+    if updates(module):
         return True
     rate = next((getattr(module, name) for name in ("rate", "dropout_rate") if hasattr(module, name)), 0)
     return getattr(module, "deterministic", True) is False and rate > 0

@@ -1,6 +1,7 @@
 """Torch's drops on the record, and run with given masks."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import InputError, listed
+from parity.evidence.calls import Call
 from parity.frameworks.torch.leaves import kinds
+from parity.frameworks.torch.running import evaluate
 from parity.weights.wrappers import PRIVATE
 
 aten = torch.ops.aten
@@ -60,27 +63,31 @@ class Paths:
     def __init__(self, model: nn.Module):
         self.model = model
         self.known: dict[int, str] = {}
-        self.modules: list[str] = []
+        self.modules: dict[str, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             bare = ".".join(part for part in path.split(".") if part not in PRIVATE)
             self.known.setdefault(id(module), bare)
-            self.modules.append(bare)
+            self.modules[bare] = self.known[id(module)]
         self.counts: dict[str, int] = {}
         self.frames: list[Frame] = []
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the calls meanwhile."""
+    def followed(self, player: Player | None = None) -> Iterator[None]:
+        """Follow the calls meanwhile; a player is told when the whole model is called."""
 
         def enter(module: nn.Module, _: Any) -> None:
             path = self.known.get(id(module))
+            if player is not None and module is self.model and not self.frames:
+                player.enter()
             if path is not None:
-                number = self.counts[path] = self.counts.get(path, -1) + 1
+                number = self.counts[path] = self.counts.get(path, -1) + (not recomputing())
                 self.frames.append(Frame(module, path, number))
 
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if id(module) in self.known:
                 self.frames.pop()
+            if player is not None and module is self.model and not self.frames:
+                player.leave()
 
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(enter).remove)
@@ -188,13 +195,14 @@ ADVICE = {
 
 
 def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by their names."""
-    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    """The arguments of an operation by their names; torch leaves out those that have their default value."""
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return defaults | dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
 
 
 def idle(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation that may be random is not, by its arguments; or repeats in the backward pass what was drawn."""
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | named(func, args, kwargs)
+    given = named(func, args, kwargs)
     off = [name for name, value in SWITCHES.items() if name in given and given[name] == value]
     return bool(off) or recomputing()
 
@@ -202,6 +210,14 @@ def idle(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def recomputing() -> bool:
     """Whether this is the backward pass: activation checkpointing runs modules again there."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def checkpointed() -> bool:
+    """Whether what is running will run again in the backward pass."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager
@@ -234,8 +250,8 @@ def compiled(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
 
 
-def modules_of(model: nn.Module) -> list[str]:
-    """The paths of all modules."""
+def modules_of(model: nn.Module) -> dict[str, str]:
+    """The first path of every module by all paths that it has."""
     return Paths(model).modules
 
 
@@ -268,6 +284,11 @@ def replaying(model: nn.Module, player: Player) -> Iterator[None]:
 
     def draw(kind: str, rate: float, mask: Tensor) -> Tensor | None:
         frame = paths.frames[-1]
+        if checkpointed():
+            player.tell(
+                f"{frame.path or 'the model'} drops inside torch.utils.checkpoint, which draws the mask again in the backward "
+                "pass; turn activation checkpointing off meanwhile"
+            )
         outside = as_outside(frame.module, kind, mask)
         found = player.take(frame.path, tuple(outside.shape), rate)
         if found is None:
@@ -276,11 +297,19 @@ def replaying(model: nn.Module, player: Player) -> Iterator[None]:
         return as_outside(frame.module, kind, own)
 
     mode = Drawing(paths, functions, draw)
-    with paths.followed(), unfused(), functions, mode:
+    with paths.followed(player), unfused(), functions, mode:
         yield
     for problem in mode.problems:
         player.tell(problem)
     player.finish()
+
+
+def masks_of(model: nn.Module, call: Call, seed: int) -> DropoutMasks:
+    """The masks that a model draws in one call, by random numbers of this seed. To be called under `pinned`."""
+    torch.manual_seed(seed)
+    with recording(model) as masks:
+        evaluate(model, call)
+    return masks
 
 
 def as_outside(module: nn.Module, kind: str, mask: Tensor) -> Tensor:

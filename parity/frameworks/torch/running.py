@@ -17,15 +17,24 @@ from parity.frameworks.torch.leaves import dtype_name, from_numpy, is_array, kin
 from parity.frameworks.torch.modes import Widened
 from parity.weights.paths import split
 
+# What else may be done about train mode.
+DROPPING = ", or compare it as it drops with parity.compare(..., dropout='replay')"
 
-def problems_before_running(model: nn.Module) -> list[str]:
-    """Why a model cannot be compared as it stands: in train mode, on several devices, without values."""
+
+def problems_before_running(model: nn.Module, dropout: bool = False) -> list[str]:
+    """Why a model cannot be compared as it stands: in train mode, on several devices, without values.
+
+    Args:
+        model: left as it is.
+        dropout: whether it may drop.
+    """
     found = []
-    training = [path or "the model" for path, module in model.named_modules() if module.training and depends_on_mode(module)]
+    depends = updates if dropout else depends_on_mode
+    training = [path or "the model" for path, module in model.named_modules() if module.training and depends(module)]
     if training:
         found.append(
             f"the torch model is in train mode, and that changes what {', '.join(training[:4])}"
-            f"{' and others' if len(training) > 4 else ''} computes; call .eval() on it first"
+            f"{' and others' if len(training) > 4 else ''} computes; call .eval() on it first{DROPPING if not dropout else ''}"
         )
     devices = {str(t.device) for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
     if "meta" in devices:
@@ -38,11 +47,17 @@ def problems_before_running(model: nn.Module) -> list[str]:
     return found
 
 
+def updates(module: nn.Module) -> bool:
+    """Whether a module computes with the statistics of the batch in train mode."""
+    names = kinds(module)
+    return "torch.nn._BatchNorm" in names or "torch.nn._NormBase" in names
+
+
 def depends_on_mode(module: nn.Module) -> bool:
     names = kinds(module)
     if any("dropout" in name.lower() for name in names if name.startswith("torch.nn.")):
         return getattr(module, "p", 1) > 0
-    if "torch.nn._BatchNorm" in names or "torch.nn._NormBase" in names:
+    if updates(module):
         return True
     if getattr(module, "dropout", 0) and isinstance(module.dropout, float):
         return True
