@@ -41,12 +41,12 @@ def isolate_backward(subject: Subject) -> Isolation:
             found[key] = Pulled(isolator, isolator.calls[key], given.outputs[key]).judged()
     inner = {key: [child for name, calls in isolator.below(isolator.calls[key]) for child in calls] for key in found}
     modules = []
-    for key, one in found.items():
+    # The inner ones finish first.
+    for key, one in list(found.items()):
         wrong = [child.path for child in inner[key] if (r := found.get(child.key)) and r.status in ("differs", "follows")]
-        if one.status == "differs" and wrong:
-            one = replace(one, status="follows", note=f"{', '.join(dict.fromkeys(wrong))} inside it is wrong backwards")
-        found[key] = one
-        modules.append(one)
+        note = f"{', '.join(dict.fromkeys(wrong))} inside it is wrong backwards"
+        found[key] = replace(one, status="follows", note=note) if one.status == "differs" and wrong else one
+        modules.append(found[key])
     return Isolation(tuple(modules), forward.unpaired)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from parity.evidence.numerics import wide
 from parity.evidence.subject import Subject
+from parity.weights.paths import split
 
 # Difference that counts as none, as a part of the largest gradient: float64 on both sides.
 SAME = 1e-9
@@ -36,20 +37,22 @@ def sentences(subject: Subject, path: str, actual: np.ndarray, expected: np.ndar
         return
     if not actual.any() and expected.any():
         yield "Flax has a gradient of 0: something stops it, such as jax.lax.stop_gradient or jnp.round"
-    if expected.ndim == 2 and not path.startswith("input "):
-        rows = np.flatnonzero(~expected.any(axis=1) & actual.any(axis=1))
-        rest = np.setdiff1d(np.arange(len(expected)), rows)
-        if len(rows) == 1 and same(actual[rest], expected[rest]):
-            yield (
-                f"row {rows[0]} has a gradient in Flax and none in torch, as torch's padding_idx={rows[0]} has it: "
-                f"stop the gradient of that row"
-            )
+    row = padding(subject, path)
+    if row is not None and same(np.delete(actual, row, axis=0), np.delete(expected, row, axis=0)):
+        yield f"row {row} is torch's padding_idx={row}, to which a lookup gives no gradient; Flax's gives it one"
     yield from by_use(subject, path, actual, expected)
     live = np.abs(expected) > SAME * np.abs(expected).max(initial=0.0)
     if live.any():
         factor = float(np.median(actual[live] / expected[live]))
         if np.isfinite(factor) and factor and same(actual, factor * expected):
             yield f"Flax's gradient is {factor:.6g} times torch's everywhere: a factor on the way back"
+
+
+def padding(subject: Subject, path: str) -> int | None:
+    """The row of an embedding that stands for padding."""
+    owner = split(path)[0]
+    layer = next((layer for layer in subject.torch.layers(subject.torch_model) if layer.path == owner), None)
+    return layer.settings("padding_idx") if layer is not None and "torch.nn.Embedding" in layer.kinds else None
 
 
 def by_use(subject: Subject, path: str, actual: np.ndarray, expected: np.ndarray) -> Iterator[str]:
@@ -69,7 +72,7 @@ def by_use(subject: Subject, path: str, actual: np.ndarray, expected: np.ndarray
             if same(np.sum([uses[i] for i in chosen], axis=0), actual):
                 told = " and ".join(str(i + 1) for i in chosen)
                 yield (
-                    f"the parameter is used {len(uses)} times, and Flax's gradient is that of use {told} alone, in the order of "
-                    "the forward pass: torch sums over all; tie the array itself, and let no use stop its gradient"
+                    f"the parameter is used {len(uses)} times, and Flax's gradient is that of use {told} alone, in the order "
+                    "of the forward pass: torch sums over all; tie the array itself, and let no use stop its gradient"
                 )
                 return

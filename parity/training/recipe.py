@@ -34,10 +34,11 @@ class Recipe:
             again, a step is skipped where one is not finite, and the scale grows and shrinks.
         transformation: of the Flax model, in place of `parity.to_optax(optimizer, ...)`: the one to be examined.
         state: of that transformation, where the run goes on from an earlier one; None is what `init` gives.
-        train: whether the copies are put into train mode first; None leaves them as they are in `parity.train_both`, and
-            trains in `parity.compare`, to which models come in eval mode. Layers that only their owner keeps in eval mode
-            need a `train` method that does so, in torch and NNX alike. Of a `parity.Linen`, keyword arguments
-            `train`, `training`, `is_training` become True, `deterministic`, `use_running_average` False.
+        train: whether the copies are put into train mode first, False into eval mode; None leaves them as they are in
+            `parity.train_both`, and trains in `parity.compare`, to which models come in eval mode. Layers that only
+            their owner keeps in eval mode need a `train` method that does so, in torch and NNX alike. Of a `parity.Linen`
+            keyword arguments are set: `train`, `training`, `is_training` to it, `deterministic`,
+            `use_running_average` to its contrary.
         dropout: whether the masks that torch draws are replayed in Flax.
         mode: how Flax runs: `compiled` or `eager`.
     """

@@ -20,6 +20,7 @@ import numpy as np
 
 from parity import frameworks
 from parity.errors import InputError, listed
+from parity.evidence.faults import Cause
 from parity.evidence.trees import mapped
 from parity.training.convert import clip_grad_norm, clip_grad_value, moves, to_optax
 from parity.training.following import Follower, compared, sample
@@ -194,7 +195,27 @@ class Twins:
                 follower.step(batch)
                 if follower.dropout:
                     break
-            return follower.outcome(unused, self.recipe.mode)
+            found = follower.outcome(unused, self.recipe.mode)
+            return self.with_mode(found, steps[0], allowed) if found.first == 1 and not found.causes else found
+
+    def with_mode(self, found: Training, batches: list[Any], allowed: float) -> Training:
+        """The outcome, with what train mode does as the cause if the gradients agree in eval mode."""
+        drift = found.drift[0] if found.drift else None
+        if drift is None or drift.gradients <= allowed or self.recipe.train is False:
+            return found
+        quiet = Twins(
+            *(self.torch_model, self.flax_model, self.optimizer, self.loss, replace(self.recipe, train=False)), **self.named
+        )
+        off = quiet.trained([batches], allowed)
+        if not off.drift or off.drift[0].gradients > allowed:
+            return found
+        what = (
+            "In eval mode the gradients agree, in train mode, with torch's masks, they do not: dropout is at another place, or "
+            "the statistics of the batch are taken otherwise"
+        )
+        change = "parity.compare(..., dropout='replay') names the module in which they part"
+        before, after = drift.gradients / allowed, off.drift[0].gradients / allowed
+        return replace(found, causes=(Cause("train mode", "the model", what, change, before, after, found.parted, True),))
 
 
 def flax_rooms(flax_model: Any) -> tuple[ModuleType, ModuleType]:

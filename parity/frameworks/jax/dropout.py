@@ -18,6 +18,8 @@ from parity.dropout.player import Player
 Draw = Callable[[Callable[[], Any], tuple[int, ...], Any], Any]
 
 NUMBERS = itertools.count(1)
+# Numbers of runs that go together, the innermost last.
+SHARED: list[int] = []
 # Compiled functions are found again only under the same value: what was compiled with other masks, or none, is not.
 MASKS = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
 
@@ -72,10 +74,27 @@ class Frames:
 
 
 @contextlib.contextmanager
+def shared_programs(number: int) -> Iterator[None]:
+    """Let runs with masks inside find the programs of each other: for eager ones, whose own code draws outside of any.
+
+    A compiled function inside the model that draws would find its first masks again; it then draws less often
+    than it should, which is said.
+
+    Args:
+        number: one of `NUMBERS`, of the runs that go together.
+    """
+    SHARED.append(number)
+    try:
+        yield
+    finally:
+        SHARED.pop()
+
+
+@contextlib.contextmanager
 def fresh_programs() -> Iterator[None]:
     """Let every function that is compiled already be compiled anew inside, and be found again after."""
     if MASKS is not None:
-        with MASKS(next(NUMBERS)):
+        with MASKS(SHARED[-1] if SHARED else next(NUMBERS)):
             yield
         return
     jax.clear_caches()

@@ -56,7 +56,8 @@ class Run(JaxRun):
 
     def __init__(self, model: Linen, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
         self.original = model
-        told = {name: TRAINING[name] for name in model.kwargs if name in TRAINING} if recipe.train else {}
+        known = {name: TRAINING[name] for name in model.kwargs if name in TRAINING}
+        told = {} if recipe.train is None else {name: yes is recipe.train for name, yes in known.items()}
         self.kwargs = {**model.kwargs, **told}
         arrays = flat(model.variables)
         made = {k: a if is_key(a) else jnp.array(cast(to_numpy(a), dtype), copy=True) for k, a in arrays.items()}

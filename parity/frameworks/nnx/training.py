@@ -29,8 +29,8 @@ class Run(JaxRun):
 
     def __init__(self, model: Any, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
         model = nnx.clone(model)
-        if recipe.train:
-            model.train()
+        if recipe.train is not None:
+            model.train() if recipe.train else model.eval()
         self.original = model
         graphdef, parameters, rest = nnx.split(model, nnx.Param, ...)
         self.graphdef: Any = graphdef

@@ -78,8 +78,8 @@ class Run:
         self.model, self.optimizer, self.scheduler = copy.deepcopy((model, optimizer, scheduler))
         if dtype == "float64":
             self.widen()
-        if recipe.train:
-            self.model.train()
+        if recipe.train is not None:
+            self.model.train(recipe.train)
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         self.moving = [p for group in self.optimizer.param_groups for p in group["params"]]
