@@ -22,9 +22,7 @@ def replayed(subject: Subject) -> Iterator[None]:
         masks = torch.masks_of(mine, subject.call, subject.seed)
     again = Player(masks, None, torch.modules_of(mine), "torch", repeats=True)
     renames = subject.pairing.renames
-    player = Player(
-        masks, None, flax.modules_of(theirs), "flax", rename=lambda path: renames.apply(path)[0], repeats=True
-    )
+    player = Player(masks, None, flax.modules_of(theirs), "flax", rename=lambda path: renames.apply(path)[0], repeats=True)
     subject.dropping = player.problems
     # What does not fit is for the levels to tell.
     with contextlib.suppress(DivergenceError), torch.replaying(mine, again), flax.replaying(theirs, player):

@@ -35,13 +35,23 @@ class NativeFollower:
         dtype: that both have.
         options: of `parity.transfer_optimizer`.
         twin: whether the transformation is the twin of torch's optimizer, so that torch's state fits it.
+        begun: steps that schedules have had before the first step.
     """
 
     def __init__(
-        self, mine: Any, theirs: Any, flax_model: Any, pairing: Pairing, dtype: str, options: Mapping[str, Any], twin: bool
+        self,
+        mine: Any,
+        theirs: Any,
+        flax_model: Any,
+        pairing: Pairing,
+        dtype: str,
+        options: Mapping[str, Any],
+        twin: bool,
+        begun: int,
     ):
         self.mine, self.theirs, self.flax_model, self.pairing = mine, theirs, flax_model, pairing
-        self.dtype, self.options, self.twin = dtype, options, twin
+        self.dtype, self.options, self.twin, self.begun = dtype, options, twin, begun
+        self.skips = 0
         self.steps: list[NativeStep] = []
         # What only one side has, such as a second bias of a recurrent layer, has no gradient that could be sent.
         self.sendable = not (pairing.aside or pairing.zeros)
@@ -70,6 +80,7 @@ class NativeFollower:
         near = largest(errors) > 1 and start.forked("float64").kinks(batches, given, UNIT[self.dtype]) > 0
         stepped.take(gradients)
         stepped.update(scheduled=False)
+        self.skips += mine.skipped
         mine.update(scheduled=number % mine.recipe.every == 0)
         values = self.of_values(gradients, stepped) if self.twin and self.sendable else None
         everything = {**({} if near else errors), **buffers, **(values or {})}
@@ -81,13 +92,18 @@ class NativeFollower:
     def place(self, values: Arrays) -> None:
         """Put Flax where torch is."""
         self.theirs.load(sent(self.pairing, values))
-        if self.twin:
-            if self.mine.optimizer.state:
-                told = transfer_optimizer(
-                    self.mine.optimizer, self.theirs.state, self.mine.model, self.flax_model, **self.options
-                )
-                self.theirs.state = told.value
-            self.theirs.scale_like(self.mine.scale)
+        if not self.twin:
+            return
+        gone = len(self.steps)
+        options = {**self.options, "step": self.begun + gone - self.skips}
+        # Schedules go on where a step is skipped, and the optimizer's own count does not.
+        options |= {"scheduler": None} if self.skips else {}
+        if self.mine.optimizer.state:
+            told = transfer_optimizer(self.mine.optimizer, self.theirs.state, self.mine.model, self.flax_model, **options)
+            self.theirs.state = told.value
+        self.theirs.scale_like(self.mine.scale)
+        if self.skips:
+            self.theirs.schedule_from(self.begun + gone)
 
     def judged(self, actual: np.ndarray, runs: list[np.ndarray], true: np.ndarray, scale: float) -> float:
         result = precision(actual, runs, true, self.dtype, scale)

@@ -176,7 +176,11 @@ class Twins:
             mine = self.run_of_torch(None)
             theirs = self.run_of_flax(mine, None, unused)
             twin = self.recipe.transformation is None
-            follower = NativeFollower(mine, theirs, self.flax_model, self.pairing, dtype, self.options(mine), twin)
+            options = self.options(mine)
+            follower = NativeFollower(
+                *(mine, theirs, self.flax_model, self.pairing, dtype, options, twin),
+                begun=begun(mine.scheduler, self.recipe.every),
+            )
             for batch in steps:
                 follower.step(batch)
             return tuple(follower.steps)
@@ -249,8 +253,12 @@ def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, eve
         name: {key: sample(name, value) if isinstance(value, np.ndarray) else value for key, value in entries.items()}
         for name, entries in room.read_state(optimizer, names).items()
     }
-    begun = 0 if scheduler is None else frameworks.load("torch.schedulers").position(scheduler) * every
-    return Port(known.kind, known.groups, state, begun=begun)
+    return Port(known.kind, known.groups, state, begun=begun(scheduler, every))
+
+
+def begun(scheduler: Any, every: int) -> int:
+    """Updates that schedules have had."""
+    return 0 if scheduler is None else frameworks.load("torch.schedulers").position(scheduler) * every
 
 
 def chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

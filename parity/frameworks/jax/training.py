@@ -1,6 +1,7 @@
 """A copy of a Flax model that trains while its owner's stays as it is: what NNX and Linen have in common."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from parity.evidence.trees import mapped
 from parity.frameworks.jax.dropout import NUMBERS, shared_programs
 from parity.frameworks.jax.losses import LOSSES
 from parity.frameworks.jax.running import QUICK, cast, platform
-from parity.frameworks.optax.scaling import LossScaleState, found, loss_scale, scaled
+from parity.frameworks.optax.scaling import LossScaleState, found, loss_scale, scaled, scheduled
 from parity.training.recipe import Recipe
 
 Arrays = Mapping[str, np.ndarray]
@@ -91,6 +92,10 @@ class Run:
             state: of it; None for that of `init`.
             scaling: options of a GradScaler, for a transformation that scales no loss by itself.
         """
+        if isinstance(tx, optax.MultiSteps) and self.dtype == "float64":
+            # It sums in float32 unless it is told, which float64 gradients show.
+            tx = copy.copy(tx)
+            tx._accumulator_dtype = jnp.dtype("float64")
         self.tx = tx
         first = tx.init(self.nested(self.parameters)) if state is None else jax.tree.map(jnp.asarray, state)
         if scaling and found(first) is None:
@@ -204,8 +209,7 @@ class Run:
 
     def update(self, gradients: Mapping[str, Any]) -> None:
         """One step of the transformation on gradients that `gradients` gave."""
-        with self.widened():
-            leaves, self.state = self.advance(self.parameters, gradients, self.state)
+        leaves, self.state = self.advance(self.parameters, gradients, self.state)
         tree = jax.tree.structure(self.nested(self.parameters))
         names = jax.tree.leaves(self.nested({name: name for name in self.parameters}))
         assert tree.num_leaves == len(leaves)
@@ -234,3 +238,11 @@ class Run:
         """Multiply the loss by a number from here on, if it is scaled at all."""
         if isinstance(self.state, LossScaleState):
             self.state = self.state._replace(scale=jnp.asarray(scale, jnp.float32))
+
+    def schedule_from(self, count: int) -> None:
+        """Let optax's own schedules go on from a count."""
+
+        def counted(node: Any) -> Any:
+            return node._replace(count=jnp.asarray(count, node.count.dtype)) if scheduled(node) else node
+
+        self.state = jax.tree.map(counted, self.state, is_leaf=scheduled)
