@@ -59,6 +59,7 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
+        dropout: `replay` compares both models in train mode, dropping by the masks that torch draws; None drops nothing.
         steps: to train copies of both, put into train mode, after the other levels: in float64 from the same
             state, and in their own dtype each step from torch's state, with torch's dropout masks.
         optimizer: with `steps`; as in `parity.train_both`, and so `loss`.

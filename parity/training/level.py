@@ -103,7 +103,10 @@ def training(plan: Plan) -> tuple[LevelResult, Training | None]:
 
 
 def plan_step(found: Training) -> int | None:
-    return found.first if found.first is not None else found.imprecise and found.imprecise.step
+    """The first step that shows a difference, in float64 or natively."""
+    if found.first is not None:
+        return found.first
+    return found.imprecise.step if found.imprecise is not None else None
 
 
 def findings(found: Training) -> tuple[Finding, ...]:

@@ -210,9 +210,7 @@ class Run:
     def update(self, gradients: Mapping[str, Any]) -> None:
         """One step of the transformation on gradients that `gradients` gave."""
         leaves, self.state = self.advance(self.parameters, gradients, self.state)
-        tree = jax.tree.structure(self.nested(self.parameters))
         names = jax.tree.leaves(self.nested({name: name for name in self.parameters}))
-        assert tree.num_leaves == len(leaves)
         self.parameters = dict(zip(names, leaves, strict=True))
 
     def values(self) -> dict[str, np.ndarray]:

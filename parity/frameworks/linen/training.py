@@ -70,9 +70,9 @@ class Run(JaxRun):
         """The loss, and what the model holds besides its parameters afterwards."""
         variables = nested({self.keys[name]: array for name, array in (parameters | rest).items()})
         function = Applied(self.original, variables, self.kwargs)
-        with following(jnp.float64) if self.dtype == "float64" else contextlib.nullcontext():
-            with self.replayed(self.original, masks):
-                value = self.loss(function, *batch)
+        wide = following(jnp.float64) if self.dtype == "float64" else contextlib.nullcontext()
+        with wide, self.replayed(self.original, masks):
+            value = self.loss(function, *batch)
         new = {".".join(keys): array for keys, array in flat(function.variables).items()}
         # Collections that a run makes anew, such as intermediates, are no part of the model.
         return value, {name: new[name] for name in rest}

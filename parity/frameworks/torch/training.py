@@ -48,7 +48,7 @@ def scheduler_of(scheduler: Any, optimizer: Any) -> Any:
     return scheduler(optimizer) if made_here else scheduler
 
 
-def scaling_of(scaler: Any) -> dict[str, float]:
+def scaling_of(scaler: Any) -> dict[str, Any]:
     """The options and the place of a GradScaler."""
     known = scaler if not isinstance(scaler, Mapping) else torch.amp.GradScaler("cpu", **scaler)
     if not known.is_enabled():

@@ -187,6 +187,22 @@ def test_a_loss_scale_grows_shrinks_and_skips_as_torchs_does():
     assert found.first == 3 and "step 3: torch skips it" in str(found)
 
 
+def test_the_twin_of_a_scaler_takes_its_steps_in_a_loop_of_ones_own():
+    ours, theirs = models()
+    scaler = dict(init_scale=4.0, growth_interval=1)
+    tx = parity.to_optax(optim.SGD(ours.parameters(), lr=0.5), scaler=scaler)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    scales, values = [], []
+    for gradient in (1.0, jnp.nan, 1.0):
+        scales.append(float(parity.loss_scale(state)))
+        updates, state = tx.update({"w": gradient * parity.loss_scale(state) * jnp.ones(2)}, state, params)
+        params = optax.apply_updates(params, updates)
+        values.append(float(params["w"][0]))
+    assert scales == [4.0, 8.0, 4.0] and values == [0.5, 0.5, 0.0]
+    assert float(parity.loss_scale(optax.sgd(0.1).init(params))) == 1.0
+
+
 def NeverSkips() -> Any:
     room = load("optax")
     scaled = room.scaled(optax.adamw(0.02, weight_decay=0.01), 2.0**10, 2.0, 0.5, 2)
@@ -255,8 +271,8 @@ def test_a_recipe_that_makes_no_sense_is_refused(name):
 
 def test_a_scaler_that_is_off_and_a_flax_model_that_is_none_are_refused():
     ours, theirs = models()
+    off = Recipe(scaler=torch.amp.GradScaler("cpu", enabled=False))
     with pytest.raises(parity.InputError, match="the scaler is not enabled"):
-        off = Recipe(scaler=torch.amp.GradScaler("cpu", enabled=False))
         parity.train_both(ours, theirs, ADAMW, BATCHES, "mse", recipe=off)
     with pytest.raises(parity.InputError, match=r"must be a flax.nnx.Module or a parity.Linen, got"):
         parity.train_both(ours, ours, ADAMW, BATCHES, "mse")

@@ -122,6 +122,7 @@ def twin(optimizer: optim.Optimizer, ours: nn.Module, theirs: nnx.Module) -> Any
     return parity.to_optax(optimizer, ours, theirs, unused="idle")
 
 
+NAMED = {"decay default": "weight decay", "decay of norms and biases": "weight decay", "rate": "learning rate"}
 FAULTS: dict[str, Any] = {
     "decay default": lambda o, m, f: optax.adamw(0.01),
     "decay of norms and biases": lambda o, m, f: parity.to_optax(optim.AdamW(m.parameters(), lr=0.01), m, f, unused="idle"),
@@ -140,6 +141,7 @@ def test_a_fault_of_the_optimizer_is_seen_in_the_first_step_and_the_gradients_ar
         ours, theirs, optimizer, batches(2), LOSS, recipe=Recipe(transformation=FAULTS[name](optimizer, ours, theirs))
     )
     assert not found.passed and found.first == 1 and found.drift[0].gradients < 1e-12
+    assert not NAMED.get(name) or found.causes[0].hypothesis == NAMED[name], [cause.what for cause in found.causes]
     assert "step 1: " in str(found) and "the optimizer or a running statistic takes another step" in str(found)
     with pytest.raises(parity.DivergenceError, match="NOT the same training"):
         found.raise_for_divergence()
