@@ -68,6 +68,7 @@ def check_command(
     module: Annotated[str, typer.Option(help="only modules whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = 0,
+    steps: Annotated[int, typer.Option(help="train every case for that many steps of AdamW too")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
     """Prove level by level that every module of torch_impl and its twin in jax_impl are the same function."""
@@ -81,7 +82,9 @@ def check_command(
         def advance(number: int, total: int, name: str) -> None:
             bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
-        result = parity.check(levels=chosen, module=module or None, device=device, full=full, seed=seed, progress=advance)
+        result = parity.check(
+            levels=chosen, module=module or None, device=device, full=full, seed=seed, steps=steps, progress=advance
+        )
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:

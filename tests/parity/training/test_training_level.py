@@ -188,7 +188,7 @@ def test_a_loss_scale_grows_shrinks_and_skips_as_torchs_does():
 
 
 def test_the_twin_of_a_scaler_takes_its_steps_in_a_loop_of_ones_own():
-    ours, theirs = models()
+    ours, _ = models()
     scaler = dict(init_scale=4.0, growth_interval=1)
     tx = parity.to_optax(optim.SGD(ours.parameters(), lr=0.5), scaler=scaler)
     params = {"w": jnp.ones(2)}
