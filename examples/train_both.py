@@ -22,7 +22,6 @@ import torch_impl
 SIZES = dict(d_model=16, n_heads=2, max_len=16, p_drop=0.1, bias=True)
 ADAMW = dict(lr=3e-3, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.01)
 BATCH = 16
-PICTURE = Path(__file__).parent / "train_both.png"
 
 
 def models(layers: int) -> tuple[torch_impl.Transformer, jax_impl.Transformer]:
@@ -67,10 +66,11 @@ def draw(runs: dict[str, parity.Training], place: Path) -> None:
         losses = [max(abs(one.loss_difference), floor) for one in run.drift]
         right.semilogy(steps, losses, color=color, linewidth=0.7, alpha=0.6, label=f"loss, {mode}")
         right.semilogy(steps, [one.values for one in run.drift], color=color, linewidth=1.6, label=f"parameters, {mode}")
-    right.axhline(drift and next(iter(runs.values())).allowed, color="black", linewidth=0.8, linestyle=":")
+    right.axhline(next(iter(runs.values())).allowed, color="black", linewidth=0.8, linestyle=":")
     right.set(xlabel="step", ylabel="largest difference", title="jax_impl against torch_impl, float64")
+    left.legend(frameon=False)
+    right.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.75))
     for axes in (left, right):
-        axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(place, dpi=90)
 
