@@ -3,8 +3,10 @@
 Importing this package loads neither framework.
 """
 
+from parity.dropout import threefry as threefry
 from parity.dropout.contexts import record_dropout as record_dropout
 from parity.dropout.contexts import replay_dropout as replay_dropout
+from parity.dropout.contexts import threefry_dropout as threefry_dropout
 from parity.dropout.masks import DropoutMasks as DropoutMasks
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError

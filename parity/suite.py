@@ -140,8 +140,10 @@ def check(
     chosen = checked_levels(levels, bool(steps))
     if device not in ("cpu", "gpu", "all"):
         raise InputError(f"device must be cpu, gpu or all, got {device!r}")
-    if seed < 0 or steps < 0:
-        raise InputError(f"seed and steps must be at least 0, got {seed} and {steps}")
+    if seed < 0:
+        raise InputError(f"seed must be at least 0, got {seed}")
+    if steps < 0:
+        raise InputError(f"steps must be at least 0, got {steps}")
     torch_room, flax_room = load("torch"), load("nnx")
     cases = [*(full_cases if full else default_cases)(seed), *trained_cases(seed)]
     if module:

@@ -1,13 +1,16 @@
 """Dropout masks of a run on the record, and runs with given masks."""
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from parity import frameworks
+from parity.dropout.keys import Keyed, KeyOf, of_streams, one_after_another
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
+from parity.dropout.threefry import checked, key_of
 from parity.errors import InputError
 from parity.weights.paths import Rename
 
@@ -101,3 +104,68 @@ def replay_dropout(
     player = Player(masks, arrays, room.modules_of(model), target, rename=told, channels_last=channels_last)
     with room.replaying(model, player):
         yield
+
+
+@contextlib.contextmanager
+def threefry_dropout(
+    torch_model: Any,
+    keys: Any,
+    *,
+    x64: bool | None = None,
+    partitionable: bool | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Let a torch model drop by the masks that `jax.random.bernoulli` draws from keys, bit for bit; jax need not be there.
+
+    Elements are counted in the order in which torch has them: a mask of a feature map is jax's with the
+    channels first.
+
+    Args:
+        torch_model: a `torch.nn.Module` in train mode.
+        keys: from where each drop has its key. A seed or a key: drop n of the run, from 0, has
+            `jax.random.fold_in(key, n)`. A `flax.nnx.Module`: each module has the keys that its partner of the same
+            path would take next; that model stays as it is. A function of the module's path and the number of its
+            drop, from 0: what it returns; `parity.threefry.linen_key` helps with Linen.
+        x64: whether jax has 64-bit types on, where it draws other numbers; None is as jax stands, if it is loaded.
+        partitionable: jax's `jax_threefry_partitionable`; None likewise, otherwise on.
+        rename: as in `parity.transfer`, if `keys` is a model.
+
+    Raises:
+        InputError: this is no model, or these are no keys.
+        DivergenceError: on leaving: for some drop there is no key.
+    """
+    room, side = room_of(torch_model, "threefry_dropout")
+    if side != "torch":
+        raise InputError(
+            f"threefry_dropout takes a torch.nn.Module, got {frameworks.describe(torch_model)}; Flax draws such masks itself"
+        )
+    wide, split = frameworks.load("nnx.dropout").draws_as() if "jax" in sys.modules else (False, True)
+    source = Keyed(
+        key_source(keys, rename),
+        wide=wide if x64 is None else x64,
+        partitionable=split if partitionable is None else partitionable,
+    )
+    with room.replaying(torch_model, source):
+        yield
+
+
+def key_source(keys: Any, rename: Mapping[str, str] | None) -> KeyOf:
+    """What gives each drop its key.
+
+    Raises:
+        InputError: these are no keys.
+    """
+    if isinstance(keys, int) and not isinstance(keys, bool):
+        return one_after_another(key_of(keys))
+    owner = frameworks.owner(keys)
+    if owner is not None and owner.is_model(keys):
+        room, _ = room_of(keys, "threefry_dropout")
+        if not hasattr(room, "streams_of"):
+            raise InputError(f"{frameworks.describe(keys)} has no keys of its own; record its masks and replay them instead")
+        renames = Rename(rename)
+        return of_streams(room.streams_of(keys), lambda path: renames.apply(path)[0])
+    if "jax" in sys.modules and frameworks.load("nnx").is_array(keys):
+        keys = frameworks.load("nnx.dropout").key_data(keys)
+    if callable(keys):
+        return cast(KeyOf, keys)
+    return one_after_another(checked(keys))

@@ -201,7 +201,9 @@ def unfit(number: int, drop: Drop) -> str:
     if drop.kind not in KINDS or not 0 <= drop.rate <= 1 or min(drop.shape, default=0) < 0:
         return f"mask {number} is no drop: {drop.place}"
     if drop.bits.dtype != np.uint8 or drop.bits.shape != ((size + 7) // 8,):
-        return f"mask {number} has {drop.bits.shape} {drop.bits.dtype} in place of {(size + 7) // 8} bytes for shape {drop.shape}"
+        return (
+            f"mask {number} has {drop.bits.shape} {drop.bits.dtype} in place of {(size + 7) // 8} bytes for shape {drop.shape}"
+        )
     return ""
 
 

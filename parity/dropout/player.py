@@ -14,6 +14,14 @@ from parity.errors import DivergenceError, InputError, listed
 # A rate that went through float32 is still that rate.
 SAME_RATE = 1e-6
 
+# Kinds that may have a mask for every element of a feature map.
+WHOLE = ("element", "alpha", "function")
+# What makes a drop be missing.
+MISSING = {
+    "torch": "drop there too, in train mode",
+    "flax": "drop there too, in train mode and by jax.random.bernoulli, and not once for all steps of a scan",
+}
+
 
 @dataclass
 class Waiting:
@@ -66,7 +74,6 @@ class Player:
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
         self.problems: list[str] = []
-        self.extra: list[Asked] = []
         self.renamed = rename
         self.modules = {**modules, "": ""}
         # One module of several paths may be several modules in the other model: their drops are in one order.
@@ -139,15 +146,14 @@ class Player:
         own = place.shape
         move = moved_channels(own, shape, to_flax=self.target == "flax") if self.source != self.target else None
         last = self.channels_last
-        if last is not None and place.kind in ("element", "channels", "alpha", "alpha channels", "function"):
+        if last is not None and place.kind in (*WHOLE, "channels", "alpha channels"):
             chosen = any(fnmatch.fnmatchcase(place.path, pattern) for pattern in last)
             return move if chosen else (as_it_is if own == shape else None)
         if own == shape:
-            ambiguous = move is not None and sum(size > 1 for size in own[1:]) > 1 and place.kind == "element"
-            if ambiguous and self.convolutional and len(own) > 3:
+            if move is not None and self.convolutional and len(own) > 3 and place.kind in WHOLE:
                 self.tell(
-                    f"{place.path or 'the model'} drops in shape {own}, which fits with the channels first and last; "
-                    f"say with channels_last=() that Flax has them first, or with channels_last=({place.path!r},) that it has them last"
+                    f"{place.path or 'the model'} drops in shape {own}, which fits with the channels first and last; say with "
+                    f"channels_last=() that Flax has them first, or with channels_last=({place.path!r},) that they are last"
                 )
             return as_it_is
         if move is not None and place.kind != "attention":
@@ -163,7 +169,9 @@ class Player:
         if shared is not None:
             axes = ", ".join(map(str, shared))
             side = self.target if shape != place.shape and all(shape[axis] == 1 for axis in shared) else self.source
-            advice = "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
+            advice = (
+                "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
+            )
             return f"{names}: {side} broadcasts one mask over axis {axes}: {both}; {advice}"
         return f"{names}: the masks have other shapes: {both}; drop the same tensor on both sides"
 
@@ -222,7 +230,9 @@ def in_order(masks: DropoutMasks, arrays: Mapping[str, Sequence[Any]] | None) ->
         if (given := [tuple(map(int, np.shape(mask))) for mask in arrays.get(path, ())]) != expected.get(path, [])
     ]
     if problems:
-        raise InputError(listed("arrays must be of the structure of masks.arrays(); give those of a run with an equal plan", problems))
+        raise InputError(
+            listed("arrays must be of the structure of masks.arrays(); give those of a run with an equal plan", problems)
+        )
     found = []
     for place in masks.plan:
         number = numbers[place.path] = numbers.get(place.path, -1) + 1
@@ -262,17 +272,20 @@ def unmatched(left: list[Place], extra: list[Asked], player: Player) -> list[str
     for path, places in grouped(left, lambda place: place.path).items():
         shapes = ", ".join(map(str, dict.fromkeys(place.shape for place in places)))
         found.append(
-            f"dropout is missing: {there} drops at {path or 'the model'} {len(places)} times more than {here} (shape {shapes}); "
-            f"drop there too, in train mode and by jax.random.bernoulli, not in a function compiled before, nor once for all "
-            "steps of a scan"
+            f"dropout is missing: {there} drops at {path or 'the model'} {many(places)} more often than {here} "
+            f"(shape {shapes}); {MISSING[here]}"
         )
     for path, asked in grouped(extra, lambda one: one.path).items():
         shapes = ", ".join(map(str, dict.fromkeys(one.shape for one in asked)))
         found.append(
-            f"dropout too often: {here} drops at {path or 'the model'} {len(asked)} times more than {there} (shape {shapes}); "
-            "drop as often on both sides"
+            f"dropout too often: {here} drops at {path or 'the model'} {many(asked)} more often than {there} "
+            f"(shape {shapes}); drop as often on both sides"
         )
     return found
+
+
+def many(items: Sequence[Any]) -> str:
+    return "once" if len(items) == 1 else f"{len(items)} times"
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:

@@ -145,5 +145,7 @@ def checked(key: Key) -> Key:
     """
     array = np.asarray(key)
     if array.shape != (2,) or array.dtype != np.uint32:
-        raise InputError(f"a threefry key is two uint32, as jax.random.key_data shows them, got {array.dtype} of shape {array.shape}")
+        raise InputError(
+            f"a threefry key is two uint32, as jax.random.key_data shows them, got {array.dtype} of shape {array.shape}"
+        )
     return array

@@ -59,7 +59,9 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
-        dropout: `replay` compares both models in train mode, dropping by the masks that torch draws; None drops nothing.
+        dropout: None refuses models that drop; `replay` takes them in train mode, and lets both drop by the masks
+            that torch draws for `seed`. How they drop is part of the level `structure` then; the level `wiring`,
+            inputs that do not fit and the diagnosis are left out. Batch norms must be in eval mode.
         steps: to train copies of both, put into train mode, after the other levels: in float64 from the same
             state, and in their own dtype each step from torch's state, with torch's dropout masks.
         optimizer: with `steps`; as in `parity.train_both`, and so `loss`.

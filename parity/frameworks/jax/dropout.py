@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,50 @@ from parity.dropout.player import Player
 # Gets what draws a mask, its shape and the probability to keep; returns the mask.
 Draw = Callable[[Callable[[], Any], tuple[int, ...], Any], Any]
 
-NUMBERS = itertools.count(1)
-# Numbers of runs that go together, the innermost last.
-SHARED: list[int] = []
 # Compiled functions are found again only under the same value: what was compiled with other masks, or none, is not.
 MASKS = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
+# The value under which a module is tried by itself: always with the same mask.
+TRIAL = 0
+
+
+class Programs:
+    """Which compiled functions are found again: inside none that has other masks in it, behind it those from before."""
+
+    # A value under which nothing that draws a mask has been compiled so far.
+    unused = TRIAL + 1
+
+    def __init__(self) -> None:
+        self.outer, self.inner = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def __enter__(self) -> "Programs":
+        only_under(Programs.unused, self.outer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rewind()
+        self.outer.close()
+
+    def drawn(self) -> None:
+        """A mask was drawn. If that was for a program, the program is not found again, for the next drop has another mask.
+
+        Operations that run one by one stay compiled: they draw nothing.
+        """
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
+            Programs.unused += 1
+            only_under(Programs.unused, self.inner)
+
+    def rewind(self) -> None:
+        """Find those again that were found at the beginning: the next drop has the first mask."""
+        self.inner.close()
+
+
+def only_under(value: int, contexts: contextlib.ExitStack) -> None:
+    """Find only such compiled functions again that were compiled under this value, until these contexts are left."""
+    if MASKS is not None:
+        contexts.enter_context(MASKS(value))
+        return
+    jax.clear_caches()
+    contexts.callback(jax.clear_caches)
 
 
 @dataclass
@@ -45,7 +83,7 @@ class Frames:
     """Where a model is in its run; a player is told when the whole of it is called."""
 
     def __init__(self, player: Player | None = None) -> None:
-        self.player = player
+        self.player, self.programs = player, Programs()
         self.open: list[Frame] = []
         self.counts: dict[str, int] = {}
         # A mask for every drop while a module is tried by itself, and the paths of those that were.
@@ -66,57 +104,35 @@ class Frames:
             self.open.pop()
         if whole is not None:
             whole.leave()
+            if whole.repeats:
+                self.programs.rewind()
 
     @property
-    def here(self) -> Frame:
-        """The innermost call."""
-        return self.open[-1] if self.open else Frame("", 0)
+    def here(self) -> Frame | None:
+        """The innermost call; None where none of the model's modules is called: what is drawn then is not its own."""
+        return self.open[-1] if self.open else None
 
 
 @contextlib.contextmanager
-def shared_programs(number: int) -> Iterator[None]:
-    """Let runs with masks inside find the programs of each other: for eager ones, whose own code draws outside of any.
-
-    A compiled function inside the model that draws would find its first masks again; it then draws less often
-    than it should, which is said.
+def drawing(draw: Draw, programs: Programs) -> Iterator[None]:
+    """Send every `jax.random.bernoulli` through `draw`.
 
     Args:
-        number: one of `NUMBERS`, of the runs that go together.
+        draw: gets what draws a mask, its shape and the probability to keep; returns the mask.
+        programs: what is compiled in between; a function that is called again draws again.
     """
-    SHARED.append(number)
-    try:
-        yield
-    finally:
-        SHARED.pop()
-
-
-@contextlib.contextmanager
-def fresh_programs() -> Iterator[None]:
-    """Let every function that is compiled already be compiled anew inside, and be found again after."""
-    if MASKS is not None:
-        with MASKS(SHARED[-1] if SHARED else next(NUMBERS)):
-            yield
-        return
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        jax.clear_caches()
-
-
-@contextlib.contextmanager
-def drawing(draw: Draw) -> Iterator[None]:
-    """Send every `jax.random.bernoulli` through `draw`."""
     original = jax.random.bernoulli
 
     @functools.wraps(original)
     def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any) -> Any:
         whole = tuple(map(int, jnp.shape(p) if shape is None else shape))
-        return draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
+        mask = draw(lambda: original(key, p, shape, *args, **kwargs), whole, p)
+        programs.drawn()
+        return mask
 
     jax.random.bernoulli = bernoulli
     try:
-        with fresh_programs():
+        with programs:
             yield
     finally:
         jax.random.bernoulli = original
@@ -135,10 +151,9 @@ def replayed(player: Player, frames: Frames) -> Draw:
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         if frames.pattern is not None:
             return frames.pattern(shape)
-        frame = frames.here
-        rate = rate_of(keep)
-        found = player.take(frame.path, shape, rate) if 0 not in shape else None
-        if found is None:
+        frame, rate = frames.here, rate_of(keep)
+        found = player.take(frame.path, shape, rate) if frame is not None and 0 not in shape else None
+        if found is None or frame is None:
             return own()
         mask = jnp.asarray(found.mask, bool)
         frame.drawn.append((found.place, mask, rate))
@@ -147,7 +162,9 @@ def replayed(player: Player, frames: Frames) -> Draw:
     return draw
 
 
-def recorded(masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple[str, bool]]) -> tuple[Draw, Callable[[], None]]:
+def recorded(
+    masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple[str, bool]]
+) -> tuple[Draw, Callable[[], None]]:
     """Puts masks on the record, those of compiled functions too.
 
     Args:
@@ -169,8 +186,12 @@ def recorded(masks: DropoutMasks, frames: Frames, kind_of: Callable[[Any], tuple
 
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         mask, frame, rate = own(), frames.here, rate_of(keep)
+        if frame is None:
+            return mask
         kind, scales = kind_of(frame.module)
-        sites.append((frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None))
+        sites.append(
+            (frame.path, frame.call, kind, float("nan") if rate is None else rate, 1 / (1 - rate) if scales and rate else None)
+        )
         if isinstance(mask, jax.core.Tracer):
             jax.debug.callback(functools.partial(keep_mask, len(sites) - 1), mask)
         else:
@@ -205,7 +226,13 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
         call: calls it on other arrays. What it raises only says that it cannot be tried.
     """
     frame = frames.here
-    if path in frames.tried or len(frame.drawn) != 1 or len(args) != 1 or jnp.shape(args[0]) != jnp.shape(output):
+    if (
+        frame is None
+        or path in frames.tried
+        or len(frame.drawn) != 1
+        or len(args) != 1
+        or jnp.shape(args[0]) != jnp.shape(output)
+    ):
         return ""
     place, mask, rate = frame.drawn[0]
     if place.scale is None or place.kind not in ("element", "channels"):
@@ -213,7 +240,8 @@ def factor_problem(frames: Frames, path: str, args: Any, output: Any, call: Call
     frames.tried.add(path)
     frames.pattern = every_other
     try:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), contextlib.ExitStack() as contexts:
+            only_under(TRIAL, contexts)
             found = np.asarray(call(jnp.ones(jnp.shape(args[0]), args[0].dtype)), np.float64)
             kept = np.broadcast_to(np.asarray(every_other(np.shape(mask))), found.shape)
     except Exception:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,6 @@ import optax
 from parity.dropout.contexts import replay_dropout
 from parity.dropout.masks import DropoutMasks
 from parity.evidence.trees import mapped
-from parity.frameworks.jax.dropout import NUMBERS, shared_programs
 from parity.frameworks.jax.losses import LOSSES
 from parity.frameworks.jax.running import QUICK, cast, platform
 from parity.frameworks.optax.scaling import LossScaleState, found, loss_scale, scaled, scheduled
@@ -55,7 +54,7 @@ class Run:
         self.loss: Callable[..., jax.Array] = LOSSES[loss] if isinstance(loss, str) else loss
         self.recipe, self.dtype, self.deployed = recipe, dtype, deployed
         self.programs: dict[Any, Callable[..., Any]] = {}
-        self.rename, self.number = rename, next(NUMBERS)
+        self.rename = rename
         self.last: Any = None
         self.tx: Any = optax.identity()
         self.state: Any = None
@@ -120,16 +119,9 @@ class Run:
         """Whether the transformation sees every batch, because it accumulates by itself."""
         return isinstance(self.tx, optax.MultiSteps)
 
-    @contextlib.contextmanager
-    def replayed(self, model: Any, masks: Masks) -> Iterator[None]:
+    def replayed(self, model: Any, masks: Masks) -> AbstractContextManager[None]:
         """Let a model drop by given masks, if there are any."""
-        if masks is None:
-            yield
-            return
-        # Without this an eager run would compile every operation anew in every step.
-        shared = shared_programs(self.number) if self.recipe.mode == "eager" else contextlib.nullcontext()
-        with shared, replay_dropout(model, *masks, rename=self.rename):
-            yield
+        return contextlib.nullcontext() if masks is None else replay_dropout(model, *masks, rename=self.rename)
 
     def differentiate(self, masks: DropoutMasks | None) -> Callable[..., Any]:
         """The program that gives loss, the rest and gradients; one serves all masks of one plan."""

@@ -85,7 +85,7 @@ def recording(model: Linen) -> Iterator[DropoutMasks]:
         with frames.inside(path, module):
             return call(*args, **kwargs)
 
-    with drawing(draw), followed(model, around):
+    with drawing(draw, frames.programs), followed(model, around):
         yield masks
     finish()
 
@@ -98,15 +98,15 @@ def replaying(model: Linen, player: Player) -> Iterator[None]:
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
             output = call(*args, **kwargs)
+            if stock(module) and len(frame.drawn) == 1:
+                place, mask, _ = frame.drawn[0]
+                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
             problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
-        if problem:
-            player.tell(problem)
-        if stock(module) and len(frame.drawn) == 1:
-            place, mask, _ = frame.drawn[0]
-            return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
+            if problem:
+                player.tell(problem)
         return output
 
-    with drawing(replayed(player, frames)), followed(model, around):
+    with drawing(replayed(player, frames), frames.programs), followed(model, around):
         yield
     player.finish()
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from parity.dropout.keys import Stream
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.frameworks.jax.dropout import Frames, drawing, factor_problem, recorded, replayed, torch_dropout
@@ -140,7 +142,7 @@ def recording(model: Any) -> Iterator[DropoutMasks]:
         with frames.inside(path, module):
             return call(*args, **kwargs)
 
-    with drawing(draw), followed(model, around):
+    with drawing(draw, frames.programs), followed(model, around):
         yield masks
     finish()
 
@@ -153,15 +155,15 @@ def replaying(model: Any, player: Player) -> Iterator[None]:
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with frames.inside(path, module) as frame:
             output = call(*args, **kwargs)
+            if stock(module) and len(frame.drawn) == 1:
+                place, mask, _ = frame.drawn[0]
+                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
             problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
-        if problem:
-            player.tell(problem)
-        if stock(module) and len(frame.drawn) == 1:
-            place, mask, _ = frame.drawn[0]
-            return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
+            if problem:
+                player.tell(problem)
         return output
 
-    with drawing(replayed(player, frames)), followed(model, around):
+    with drawing(replayed(player, frames), frames.programs), followed(model, around):
         yield
     player.finish()
 
@@ -179,3 +181,26 @@ def alone(module: Any, ones: Any, kwargs: Any) -> Any:
     twin = nnx.merge(graphdef, nnx.from_flat_state({path: known(leaf) for path, leaf in nnx.to_flat_state(state)}))
     vars(twin).pop(MARK)
     return twin(ones, **kwargs)
+
+
+def streams_of(model: Any) -> dict[str, Stream]:
+    """The stream of keys from which each module drops, by all paths of the module."""
+    modules, names = dict(module_paths(model)), modules_of(model)
+    found = {}
+    for way, first in names.items():
+        stream = getattr(modules[first], "rngs", None)
+        if isinstance(stream, nnx.Rngs):
+            stream = stream.dropout if "dropout" in stream or "default" in stream else None
+        if isinstance(stream, nnx.RngStream):
+            found[way] = Stream(key_data(stream.key[...]), int(stream.count[...]), id(stream))
+    return found
+
+
+def key_data(key: Any) -> np.ndarray:
+    """A key as two uint32."""
+    return np.asarray(jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key)
+
+
+def draws_as() -> tuple[bool, bool]:
+    """Whether jax has 64-bit types on, and whether its bits are partitionable."""
+    return bool(jax.config.jax_enable_x64), bool(jax.config.jax_threefry_partitionable)

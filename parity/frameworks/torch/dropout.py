@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity.dropout.keys import Keyed
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import InputError, listed
@@ -72,7 +73,7 @@ class Paths:
         self.frames: list[Frame] = []
 
     @contextlib.contextmanager
-    def followed(self, player: Player | None = None) -> Iterator[None]:
+    def followed(self, player: Player | Keyed | None = None) -> Iterator[None]:
         """Follow the calls meanwhile; a player is told when the whole model is called."""
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -147,7 +148,8 @@ class Drawing(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         last, self.last = self.last, None
-        if func is aten.div_.Scalar and last is not None and last[0] is args[0]:
+        divides = func in (aten.div_.Scalar, aten.div_.Tensor) and last is not None and last[0] is args[0]
+        if divides and last is not None and getattr(args[1], "ndim", 0) == 0:
             last[1](float(args[1]))
         if torch.Tag.nondeterministic_seeded not in func.tags or idle(func, args, kwargs) or not self.paths.frames:
             return func(*args, **kwargs)
@@ -158,9 +160,8 @@ class Drawing(TorchDispatchMode):
         output = func(*args, **kwargs)
         given = named(func, args, kwargs)
         if func is aten.native_dropout.default:
-            rate, mask = float(given["p"]), output[1]
-            own = self.draw("element", rate, mask)
-            return output if own is None else (given["input"] * own.to(given["input"].dtype) * (1 / (1 - rate)), own)
+            own = self.draw("element", given["p"], output[1])
+            return output if own is None else (given["input"] * own.to(given["input"].dtype) * (1 / (1 - given["p"])), own)
         if func._schema.name.split("::")[1] not in ("bernoulli", "bernoulli_"):
             where = self.paths.frames[-1].path or "the model"
             self.tell(
@@ -277,7 +278,7 @@ def recording(model: nn.Module) -> Iterator[DropoutMasks]:
 
 
 @contextlib.contextmanager
-def replaying(model: nn.Module, player: Player) -> Iterator[None]:
+def replaying(model: nn.Module, player: Player | Keyed) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
     refuse(model)
     paths, functions = Paths(model), Functions()
