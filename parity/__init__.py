@@ -52,9 +52,13 @@ from parity.suite import environment as environment
 from parity.training import initializers as initializers
 from parity.training.convert import clip_grad_norm as clip_grad_norm
 from parity.training.convert import clip_grad_value as clip_grad_value
+from parity.training.convert import loss_scale as loss_scale
 from parity.training.convert import to_optax as to_optax
+from parity.training.outcome import Training as Training
+from parity.training.recipe import Recipe as Recipe
 from parity.training.states import OptimizerTransfer as OptimizerTransfer
 from parity.training.states import transfer_optimizer as transfer_optimizer
+from parity.training.steps import train_both as train_both
 from parity.weights import layouts as layouts
 from parity.weights.empty import empty as empty
 from parity.weights.ledger import add_rule as add_rule

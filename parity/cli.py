@@ -69,6 +69,7 @@ def check_command(
     module: Annotated[str, typer.Option(help="only modules or cases whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int | None, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = None,
+    steps: Annotated[int, typer.Option(help="train every case for that many steps of AdamW too")] = 0,
     html: Annotated[str, typer.Option(help="write the result to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
@@ -77,8 +78,9 @@ def check_command(
     FILE is Python and is run: it declares pairs of your own by functions under @parity.pair.
     """
     chosen = [level.strip() for level in levels.split(",") if level.strip()] or None
-    if file and full:
-        raise parity.InputError("--full belongs to the built-in suite; leave it out, or leave out FILE")
+    idle = [option for option, given in (("--full", full), ("--steps", steps)) if given]
+    if file and idle:
+        raise parity.InputError(f"{' and '.join(idle)} belong to the built-in suite; leave them out, or leave out FILE")
     if html:
         # Before any work is done.
         parity.html_ready(html)
@@ -92,7 +94,10 @@ def check_command(
             bar.update(task, completed=number, total=total, description=name.split("(", maxsplit=1)[0])
 
         shared: dict[str, Any] = dict(levels=chosen, module=module or None, device=device, progress=advance)
-        result = parity.check_file(file, seed=seed, **shared) if file else parity.check(full=full, seed=seed or 0, **shared)
+        if file:
+            result = parity.check_file(file, seed=seed, **shared)
+        else:
+            result = parity.check(full=full, seed=seed or 0, steps=steps, **shared)
     # The page first: what is printed is not lost if it cannot be written.
     failure = None
     try:

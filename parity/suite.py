@@ -31,12 +31,13 @@ from parity.cases import (
     values,
 )
 from parity.errors import InputError, MissingFrameworkError
-from parity.evidence.compare import checked_levels, climb
+from parity.evidence.compare import checked_levels, climb, with_training
 from parity.evidence.numerics import numpy_float
-from parity.evidence.result import LEVELS, Report
+from parity.evidence.result import LEVELS, TRAINING, Report
 from parity.evidence.subject import Subject
 from parity.frameworks import load
 from parity.trained import LAYERS, SENTENCES, SIZES, WIDTH, attention_parameters, hidden_states, why_missing
+from parity.training.level import Plan, planned
 from parity.weights.transfer import transfer
 
 
@@ -128,6 +129,7 @@ def check(
     device: str = "cpu",
     full: bool = False,
     seed: int = 0,
+    steps: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> SuiteResult:
     """Run the suite.
@@ -138,6 +140,7 @@ def check(
         device: `cpu`, `gpu` or `all`. A missing device gives a skipped row that says why.
         full: every dtype, eager and compiled, for every program and mask.
         seed: of parameters, inputs, masks, probes and jitter.
+        steps: of AdamW, for which every case with parameters is trained on its own inputs: the level `training`.
         progress: called before each case with its number, how many there are, and its name.
 
     Returns:
@@ -147,11 +150,13 @@ def check(
         InputError: no such level, module or device.
         MissingFrameworkError: a framework is not installed.
     """
-    chosen = checked_levels(levels)
+    chosen = checked_levels(levels, bool(steps))
     if device not in ("cpu", "gpu", "all"):
         raise InputError(f"device must be cpu, gpu or all, got {device!r}")
     if seed < 0:
         raise InputError(f"seed must be at least 0, got {seed}")
+    if steps < 0:
+        raise InputError(f"steps must be at least 0, got {steps}")
     torch_room, flax_room = load("torch"), load("nnx")
     cases = [*(full_cases if full else default_cases)(seed), *trained_cases(seed)]
     if module:
@@ -161,16 +166,21 @@ def check(
     SPOILED.clear()
     start, results = time.perf_counter(), list(missing_parts(torch_room, flax_room, device))
     devices = [d for d in ("cpu", "gpu") if device in (d, "all") and not (d == "gpu" and no_gpu(torch_room, flax_room))]
-    planned = [replace(case, device=d) for d in devices for case in cases]
+    every = [replace(case, device=d) for d in devices for case in cases]
     # Pinned once around all threads: what is set for the whole process must not be restored by one of them.
     with torch_room.pinned(threads=1) as torch_settings, flax_room.pinned() as jax_settings:
-        results += run_all(planned, chosen, progress)
+        results += run_all(every, chosen, progress, steps)
         environment = {**torch_room.environment(), **flax_room.environment(), **torch_settings, **jax_settings}
-    return SuiteResult(tuple(results), chosen, seed, time.perf_counter() - start, environment)
+    return SuiteResult(
+        tuple(results), (*chosen, *([TRAINING] if steps else [])), seed, time.perf_counter() - start, environment
+    )
 
 
 def run_all(
-    cases: list[Case], levels: tuple[str, ...], progress: Callable[[int, int, str], None] | None = None
+    cases: list[Case],
+    levels: tuple[str, ...],
+    progress: Callable[[int, int, str], None] | None = None,
+    steps: int = 0,
 ) -> list[CaseResult]:
     """All cases, those of one pair of models one after another, pairs side by side: most of the time XLA compiles."""
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -182,11 +192,12 @@ def run_all(
         for number in numbers:
             if progress:
                 progress(len(results), len(cases), cases[number].name)
-            results[number] = run_case(cases[number], levels)
+            results[number] = run_case(cases[number], levels, steps)
 
     # Largest first, so that no thread is left alone with a large group at the end.
     ordered = sorted(groups.values(), key=len, reverse=True)
-    workers = 1 if any(case.device == "gpu" for case in cases) else min(os.cpu_count() or 1, 4)
+    # Masks are recorded and replayed by what is set for the whole process.
+    workers = 1 if steps or any(case.device == "gpu" for case in cases) else min(os.cpu_count() or 1, 4)
     with ThreadPoolExecutor(workers) as pool:
         for done in [pool.submit(run_group, numbers) for numbers in ordered]:
             done.result()
@@ -217,7 +228,7 @@ def trained_cases(seed: int) -> list[Case]:
     ]
 
 
-def run_case(case: Case, levels: tuple[str, ...] = LEVELS) -> CaseResult:
+def run_case(case: Case, levels: tuple[str, ...] = LEVELS, steps: int = 0) -> CaseResult:
     """One case, whatever happens in it."""
     start = time.perf_counter()
 
@@ -237,13 +248,25 @@ def run_case(case: Case, levels: tuple[str, ...] = LEVELS) -> CaseResult:
                 native_gradients=case.native_gradients,
                 pins_checked=not fresh,
             )
+            plan = training_of(torch_model, flax_model, args, steps)
             report = climb(subject, levels, case.modes, strict=True, spoil=fresh)
+            report = report if plan is None else with_training(report, plan)
         except InputError as error:
             refused = case.refused and "both models refuse" in str(error)
             return result(refused=refused, error="" if refused else str(error))
     if case.refused:
         return result(error="both sides must refuse these inputs, but neither did")
     return result(report=report)
+
+
+def training_of(torch_model: Any, flax_model: Any, args: tuple[Any, ...], steps: int) -> Plan | None:
+    """How a case is trained; None if it is not, or has nothing to train."""
+    import torch
+
+    if not steps or not any(True for _ in torch_model.parameters()):
+        return None
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": "square", "batches": None, "recipe": None}
+    return planned(torch_model, flax_model, args, {}, steps=steps, rename=None, ignore=(), **options)
 
 
 SPOILED: set[tuple[Any, ...]] = set()

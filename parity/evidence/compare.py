@@ -1,9 +1,11 @@
 """Climb the ladder for a pair of models."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from parity.errors import InputError, raised, users_line
+from parity.evidence.backward import isolate_backward
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.dropping import replayed
 from parity.evidence.ids import check_ids
@@ -12,10 +14,13 @@ from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
 from parity.evidence.notes import Note
 from parity.evidence.repeatability import refuse_flax
-from parity.evidence.result import LEVELS, Finding, LevelResult, Report
+from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
 from parity.evidence.unseen import flushed, unseen_parameters
+from parity.training.level import Plan, planned, training
+from parity.training.recipe import Recipe
+from parity.weights.transfer import as_planned
 
 Made = TypeVar("Made")
 
@@ -34,6 +39,11 @@ def compare(
     diagnose: bool = True,
     dropout: str | None = None,
     padding_mask: Any = None,
+    steps: int = 0,
+    optimizer: Any = None,
+    loss: Any = None,
+    batches: Iterable[Sequence[Any]] | None = None,
+    recipe: Recipe | None = None,
 ) -> Report:
     """Tell whether a Flax model is the same function as a torch model, level by level.
 
@@ -49,7 +59,7 @@ def compare(
             compared, and the first that fails is traced and diagnosed.
         kwargs: keyword arguments for both.
         levels: names out of `weights`, `structure`, `wiring`, `identical`, `native`, `gradients`;
-            None climbs them all.
+            None climbs them all. `training` is climbed where there are steps.
         modes: how Flax runs at the level `native`: `compiled`, `eager` or both.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
@@ -65,6 +75,13 @@ def compare(
         padding_mask: True where an output's first axes are padding, such as (batch, length); it belongs to
             every output whose shape begins so. A mapping from output paths gives each its own. Outputs are
             compared outside of it; the report says so, and whether they differ inside.
+        steps: to train copies of both, put into train mode, after the other levels: in float64 from the same
+            state, and in their own dtype each step from torch's state, with torch's dropout masks.
+        optimizer: with `steps`; as in `parity.train_both`, and so `loss`.
+        loss: with `steps`.
+        batches: of the training; they are taken in turn, anew from the first if there are fewer than it takes. None
+            trains on the arguments: the last is the target, if the loss has one.
+        recipe: what else happens in a step of training.
 
     Returns:
         The report; on failure with a trace that names the first divergence, and with a diagnosis.
@@ -76,7 +93,14 @@ def compare(
         MissingFrameworkError: a framework is not installed.
     """
     drops, ways = replays(dropout), checked_modes(modes)
-    chosen = checked_levels([name for name in LEVELS if name != "wiring"] if drops and levels is None else levels)
+    below = [name for name in LEVELS if name != "wiring"] if drops and levels is None else levels
+    chosen, plan = checked_levels(below, bool(steps)), None
+    sets = given_sets(args, kwargs)
+    if steps or (optimizer, loss, batches, recipe) != (None,) * 4:
+        # That the two are models at all is said below, for every level.
+        options: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "batches": batches, "recipe": recipe}
+        known: dict[str, Any] = {"rename": rename, "ignore": ignore}
+        plan = planned(torch_model, flax_model, sets[0].args, sets[0].kwargs, steps=steps, **known, **options)
 
     def climb_one(one: InputSet, first: bool, explain: bool) -> Report:
         subject = Subject(
@@ -98,8 +122,17 @@ def compare(
         with replayed(subject):
             return climb(subject, wanted, ways, strict, spoil=False, diagnose=False, trace=explain)
 
-    sets = given_sets(args, kwargs)
-    return climbed(sets[:1] if chosen == ("weights",) else sets, climb_one)
+    report = climbed(sets[:1] if chosen == ("weights",) else sets, climb_one)
+    return report if plan is None else with_training(report, plan)
+
+
+def with_training(report: Report, plan: Plan) -> Report:
+    """The same with the level `training`; each of its steps has dropout masks of its own."""
+    if report.verdict == "one side raises":
+        refused = next(level for level in report.levels if level.level == "structure")
+        return replace(report, levels=(*report.levels, LevelResult(TRAINING, "not run", refused.findings[0].what)))
+    result, trained = training(plan)
+    return replace(report, levels=(*report.levels, result), training=trained)
 
 
 def climb(
@@ -140,8 +173,20 @@ def climb(
     path = attempted(lambda: trace_subject(subject)) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
     found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
+    only_back = failed and "gradients" in [result.level for result in results if result.status == "failed"]
+    forward_agrees = found is None or found.passed
+    backward = attempted(lambda: isolate_backward(subject)) if only_back and diagnose and forward_agrees else None
     notes = (*lint(subject, ids), *(() if refused or not running else remarks(subject, results)))
-    return Report(tuple(results), path, environment(subject), subject.seed, notes, found)
+    return Report(
+        tuple(results),
+        path,
+        environment(subject),
+        subject.seed,
+        notes,
+        found,
+        backward=backward,
+        transfer=as_planned(subject.pairing),
+    )
 
 
 def refuse_unrepeatable(subject: Subject) -> None:
@@ -254,11 +299,19 @@ def names(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
-def checked_levels(levels: Iterable[str] | None) -> tuple[str, ...]:
+def checked_levels(levels: Iterable[str] | None, steps: bool = False) -> tuple[str, ...]:
+    """The levels below training, in order; that one is climbed where there are steps.
+
+    Raises:
+        InputError: there is no such level, or nothing is left of them.
+    """
     chosen = LEVELS if levels is None else names(levels)
-    unknown = [level for level in chosen if level not in LEVELS]
+    unknown = [level for level in chosen if level not in (*LEVELS, TRAINING)]
     if unknown or not chosen:
-        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {', '.join(LEVELS)}")
+        known = ", ".join((*LEVELS, TRAINING))
+        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {known}")
+    if TRAINING in chosen and not steps:
+        raise InputError("the level training needs steps=N, optimizer=... and loss=...")
     return tuple(level for level in LEVELS if level in chosen)
 
 

@@ -414,6 +414,7 @@ def gradients(subject: Subject) -> LevelResult:
         notes.append(f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only")
     if zero:
         notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
+    findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)
     if alone and not findings:
@@ -432,6 +433,26 @@ def overflows(subject: Subject) -> int:
     pairs = [(native.gradients[path], oracle) for path, oracle in wide_run.gradients.items() if path in native.gradients]
     pairs += [(native.outputs[path], oracle) for path, oracle in floats(wide_run)]
     return sum(int((np.isfinite(wide(oracle)) & ~np.isfinite(wide(own))).sum()) for own, oracle in pairs)
+
+
+def nearest_first(subject: Subject, triples: list[Any], findings: list[Finding]) -> list[Finding]:
+    """Findings in the order in which gradients come back, those nearest the loss first, each with its cause if that shows."""
+    if not findings:
+        return findings
+    from parity.evidence.gradient_causes import explained
+
+    try:
+        with subject.torch.pinned():
+            given = subject.torch.observe_backward(subject.torch_model, subject.call, subject.cotangents or {}, dtype="float64")
+        order = {f"gradient of {name}": place for place, name in enumerate(given.order)}
+    except Exception:
+        order = {}
+    known = {f"gradient of {path}": (path, actual, oracle) for path, actual, oracle, _ in triples}
+    ordered = []
+    for finding in sorted(findings, key=lambda finding: order.get(finding.where, len(order))):
+        why = explained(subject, *known[finding.where]) if finding.where in known and "atol" in finding.figures else ""
+        ordered.append(replace(finding, what=f"{finding.what}; {why}") if why else finding)
+    return ordered
 
 
 def unpaired_gradients(subject: Subject) -> list[str]:
@@ -527,7 +548,12 @@ def in_torch(
 
 def gradient_scales(subject: Subject) -> dict[str, float]:
     """The magnitude by which each gradient is judged: a bias has that of its sibling kernel, if that is larger."""
-    own = {path: finite_scale(g) for path, g in subject.torch_wide.gradients.items()}
+    return magnitudes(subject.torch_wide.gradients)
+
+
+def magnitudes(gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`gradient_scales` of gradients by path."""
+    own = {path: finite_scale(g) for path, g in gradients.items()}
     by_owner: dict[str, float] = {}
     for path, scale in own.items():
         if not path.startswith("input "):

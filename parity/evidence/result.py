@@ -13,11 +13,14 @@ from parity.evidence.pictures import Picture
 from parity.evidence.verdicts import verdict_of
 
 if TYPE_CHECKING:
+    from parity.training.outcome import Training
     from parity.weights.transfer import Transfer
 
 Status = Literal["passed", "failed", "not applicable", "not run"]
 
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
+# The level that needs an optimizer, a loss and a number of steps besides.
+TRAINING = "training"
 # What each level shows, for people.
 PROVES = {
     "weights": "the parameters, ties and settings are the same",
@@ -26,6 +29,7 @@ PROVES = {
     "identical": "the functions are identical: computed in float64 and rounded once, bit-equal in float32",
     "native": "no precision is lost in the deployed dtype, eager and compiled",
     "gradients": "training starts the same: gradients of parameters and inputs agree",
+    "training": "training stays the same: parameters, running statistics and loss, step by step with torch's dropout masks",
 }
 
 
@@ -224,6 +228,8 @@ class Report:
         sets: what came of each input set, where there are several.
         diagnosis: which modules are wrong for themselves, and why; None if all is well, or it was not asked for.
         transfer: how the parameters of the two correspond; None if they could not be paired.
+        backward: every pair of modules run alone backwards, where gradients differ though outputs agree; None else.
+        training: step by step, how far the two part while they train; None if they were not trained.
     """
 
     levels: tuple[LevelResult, ...]
@@ -234,6 +240,8 @@ class Report:
     diagnosis: Diagnosis | None = None
     inputs: str = ""
     sets: tuple[SetResult, ...] = ()
+    backward: Isolation | None = None
+    training: "Training | None" = None
     transfer: "Transfer | None" = field(default=None, repr=False)
 
     @property

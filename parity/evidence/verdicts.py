@@ -14,6 +14,7 @@ VERDICTS = {
     "one side raises": "one model refuses inputs that the other takes",
     "outputs differ in structure": "the models return other trees",
     "a setting differs": "the numbers are the same on these inputs, a setting is not",
+    "trained otherwise": "the functions are the same, and part in training",
     "differs": "a level failed otherwise",
     "both sides raise": "both models refuse the inputs (the code of an InputError)",
     "not repeatable": "a model returns other numbers when it is run again (the code of an InputError)",
@@ -36,5 +37,7 @@ def verdict_of(report: "Report") -> str:
     ):
         if level in failed and failed[level].figures.get(figure):
             return verdict
+    if [*failed] == ["training"] and "identical" in passed:
+        return "trained otherwise"
     only_settings = [*failed] == ["weights"] and all(f.figures.get("setting") for f in failed["weights"].findings)
     return "a setting differs" if only_settings and "identical" in passed else "differs"

@@ -18,6 +18,7 @@ TRAINING = {
     "torch.schedulers": ("torch", "torch"),
     "torch.training": ("torch", "torch"),
     "nnx.training": ("optax", "flax"),
+    "linen.training": ("optax", "flax"),
     "optax": ("optax", "flax"),
     "jax.initializers": ("jax", "flax"),
 }

@@ -62,6 +62,7 @@ def failure_lines(report: "Report", shown: int) -> list[str]:
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
     lines += why_lines(report.diagnosis, most) if report.diagnosis else []
+    lines += backward_lines(report.backward, most) if report.backward else []
     lines += [f"  note: {note}" for note in report.notes[:most]]
     if len(report.notes) > most:
         lines.append(f"  and {count(len(report.notes) - most, 'more note')}: to_dict() has them")
@@ -112,6 +113,7 @@ def next_lines(report: "Report") -> list[str]:
         "cannot be paired": "name the counterparts by rename={...}, as in parity.transfer",
         "outputs differ in structure": "return the same tree on both sides, then compare again",
         "a setting differs": "set it alike on both sides, then compare again",
+        "trained otherwise": "look at what the level training names: the models themselves agree",
     }
     if report.verdict in told:
         return [f"  next: {told[report.verdict]}"]
@@ -147,6 +149,22 @@ def why_lines(diagnosis: "Diagnosis", shown: int = 3) -> list[str]:
     return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
 
 
+def backward_lines(isolation: "Isolation", shown: int = SHOWN) -> list[str]:
+    """The modules that are wrong backwards, each run alone."""
+    if not isolation.faults:
+        return []
+    modules = count(len({one.path for one in isolation.modules}), "module")
+    wrong = count(len(isolation.faults), "module")
+    lines = ["", f"{wrong} of {modules} wrong backwards, each run alone on what torch's was given and what came back to it"]
+    for one in isolation.faults[:shown]:
+        own = ", in its own code between the modules that it calls" if one.between else ""
+        lines.append(
+            f"  {one.path or 'the model'}   {one.differences[0].where}: {one.ratio:.3g} times what rounding explains{own}"
+        )
+    more = len(isolation.faults) - shown
+    return lines + ([f"  and {more} more: report.backward"] if more > 0 else [])
+
+
 def headline(report: "Report") -> str:
     """The verdict, no wider than what was climbed."""
     passed = [level.level for level in report.levels if level.passed]
@@ -158,6 +176,7 @@ def headline(report: "Report") -> str:
         "agrees as asked": f"agree on what was asked, which is less than the same function: {', '.join(passed)}{sets}",
         "not proved": f"not proved: a level could not run{on}",
         "a setting differs": "the same numbers on these inputs, but a setting differs",
+        "trained otherwise": "the same function, which is NOT trained the same",
         "cannot be paired": "NOT the same function: they cannot be paired, no parameter has a counterpart",
         "one side raises": f"NOT the same function: {raising(report)}{on}",
         "outputs differ in structure": f"NOT the same function: the outputs differ in structure{on}",

@@ -20,6 +20,7 @@ def to_optax(
     steps: int | None = None,
     clip: Any = None,
     unused: Iterable[str] = (),
+    scaler: Any = None,
     group: int | None = None,
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
@@ -54,6 +55,10 @@ def to_optax(
             and sees only gradients of what the optimizer moves.
         unused: patterns of torch's names (`*` stands for anything) of parameters that get no gradient in
             torch (`grad` is None): torch leaves them alone, weight decay and all, where JAX has a gradient of 0.
+        scaler: a `torch.amp.GradScaler`, or a dict of its options: the transformation then takes gradients of a loss that
+            was multiplied by `parity.loss_scale(state)`, divides them again before all else, moves nothing where one is
+            not finite, and lets the scale grow and shrink as torch does. optax's own schedules go on in a step that
+            is skipped, as a torch loop's scheduler does.
         group: of which parameter group, for a schedule alone where groups differ.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`; Flax leaves without counterpart are left alone.
@@ -85,10 +90,30 @@ def to_optax(
     if torch_model is None:
         optimizer = room.read(source, None, moved)
         alike(optimizer, room.still(source), tuple(unused))
-        return frameworks.load("optax").twin(optimizer, None, clip)
+        return with_scale(frameworks.load("optax").twin(optimizer, None, clip), scaler)
     found = matched(source, torch_model, flax_model, rename, ignore)
     optimizer = room.read(source, found.names, moved)
-    return frameworks.load("optax").twin(optimizer, groups_of(optimizer, found, room.still(source), unused), clip)
+    twin = frameworks.load("optax").twin(optimizer, groups_of(optimizer, found, room.still(source), unused), clip)
+    return with_scale(twin, scaler)
+
+
+def with_scale(twin: Any, scaler: Any) -> Any:
+    """A transformation inside a loss scale, if there is one."""
+    if scaler is None:
+        return twin
+    return frameworks.load("optax").scaled(twin, **frameworks.load("torch.training").scaling_of(scaler))
+
+
+def loss_scale(state: Any) -> Any:
+    """The number by which the loss is to be multiplied, in the state of `to_optax(..., scaler=...)`; 1 in any other.
+
+    Args:
+        state: what `init` or `update` of the transformation gave; may be traced.
+
+    Returns:
+        A float32 array without axes.
+    """
+    return frameworks.load("optax").loss_scale(state)
 
 
 def moves(scheduler: Any, every: int, steps: int | None) -> list[Moved]:

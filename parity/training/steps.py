@@ -1,103 +1,41 @@
 """Train both models from the same state on the same data in float64, and say where they part.
 
-In float64 two right implementations stay together: rounding grows from 1e-16 by what the model
-and the optimizer magnify. Measured with AdamW, attention and layer norms, 200 steps stay within
-1e-12 of a parameter's largest value; a wrong default shows from the first step on with 1e-6 and more.
+In float64 two right implementations stay together: rounding grows from 1e-16 by what the model and the
+optimizer magnify, while a wrong default shows from the first step on with 1e-6 and more. What counts as the
+same is 1e-10 of an array's largest value; where more than that differs, torch's run is held against itself,
+begun on parameters that are moved by half an ulp, and only what that does not explain is a difference.
 
 An element whose gradient is zero in exact arithmetic (a key bias) is moved by rounding errors alone, which
 Adam scales to full steps. Elements whose gradient never rises above `NOISE` times the largest one are left
 out of the verdict, and named.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from parity import frameworks
-from parity.errors import DivergenceError, InputError, listed
-from parity.training.convert import clip_grad_norm, to_optax
+from parity.errors import InputError, listed
+from parity.evidence.faults import Cause
+from parity.evidence.trees import mapped
+from parity.training.convert import clip_grad_norm, clip_grad_value, moves, to_optax
+from parity.training.following import Follower, compared, sample
+from parity.training.native import NativeFollower
+from parity.training.outcome import NativeStep, Training
 from parity.training.pairs import which
+from parity.training.ports import Port
+from parity.training.recipe import Recipe, checked_loss
 from parity.training.states import transfer_optimizer
-from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair, Pairing, pair
+from parity.weights.pairing import Pairing, pair
 
 # Largest difference of two right runs, as a part of an array's largest value; see above.
 ALLOWED = 1e-10
-# What is left of a gradient that is zero in exact arithmetic, as a part of the largest gradient.
-NOISE = 1e-13
-TINY = float(np.finfo(np.float64).tiny)
 
 Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far two runs are apart in one step.
-
-    Attributes:
-        step: counted from 1.
-        loss: torch's, before the step.
-        loss_difference: Flax's less torch's.
-        gradients: largest difference of a gradient before the step, as a part of the largest gradient.
-        values: largest difference of a parameter or buffer after it, as a part of its largest value.
-        worst: torch's name of that one.
-    """
-
-    step: int
-    loss: float
-    loss_difference: float
-    gradients: float
-    values: float
-    worst: str
-
-
-@dataclass(frozen=True)
-class Training:
-    """The outcome of training both models.
-
-    Attributes:
-        drift: step by step.
-        allowed: the largest difference that counts as the same.
-        parted: torch's names of what differs in the first step that shows a difference, worst first: gradients
-            before it, or if they agree, values after it.
-        first: that step; None if there is none.
-        noise: torch's names of arrays that hold elements whose gradient is rounding alone, with their number.
-        unused: torch's names of parameters that get no gradient, and are left alone on both sides.
-    """
-
-    drift: tuple[Drift, ...]
-    allowed: float
-    parted: tuple[str, ...] = ()
-    first: int | None = None
-    noise: tuple[tuple[str, int], ...] = ()
-    unused: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether the runs stayed together to the end."""
-        return self.first is None
-
-    def raise_for_divergence(self) -> None:
-        """Raise what parts, if anything does.
-
-        Raises:
-            DivergenceError: the runs part.
-        """
-        if not self.passed:
-            raise DivergenceError(str(self))
-
-    def __str__(self) -> str:
-        from parity.report.training import training_text
-
-        return training_text(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result for machines."""
-        from parity.report.data import as_data
-
-        return as_data(self)
 
 
 def train_both(
@@ -105,74 +43,240 @@ def train_both(
     flax_model: Any,
     optimizer: Any,
     batches: Iterable[Sequence[Any]],
-    loss: tuple[Callable[..., Any], Callable[..., Any]],
+    loss: Any,
     *,
-    scheduler: Any = None,
-    every: int = 1,
-    max_norm: float | None = None,
-    transformation: Any = None,
+    recipe: Recipe | None = None,
+    native: bool = False,
     allowed: float = ALLOWED,
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
 ) -> Training:
     """Train copies of both models in float64 from the same state on the same batches, step by step.
 
-    Models, optimizer and scheduler stay as they are. Nothing random may be in the models: dropout is off,
-    or they are in eval mode. Running statistics are compared like parameters.
+    Models, optimizer and scheduler stay as they are. Running statistics are compared like parameters.
+    Where the models part and the gradients before do not, what ports of optimizers get wrong is tried on Flax's
+    own gradients: `causes` of the result names what would make its steps.
 
     Args:
         torch_model: a torch.nn.Module.
-        flax_model: its twin, an nnx.Module with the same parameters; see `parity.transfer`.
-        optimizer: of the torch model; its state goes along.
-        batches: as many as there are steps, each a sequence of arrays: values, targets.
-        loss: a function of torch and one of Flax; each takes its model and a batch, and gives one number.
-        scheduler: of the optimizer.
-        every: steps to each step of the scheduler.
-        max_norm: of `clip_grad_norm_`, before each step.
-        transformation: for the Flax model, in place of `parity.to_optax(optimizer, ...)`: the one to be examined.
+        flax_model: its twin with the same parameters, an nnx.Module or a `parity.Linen`; see `parity.transfer`.
+        optimizer: of the torch model, whose state goes along; or a class of torch.optim, a pair of one and a dict of
+            its options, or a function of the model's parameters.
+        batches: each a sequence of arrays, as the loss takes them; as many as there are steps, times
+            `recipe.accumulate`.
+        loss: a function of torch and one of Flax; each takes its model and a batch's arrays, and gives one
+            number. Of a `parity.Linen` the model is a function that applies it. Or a name: `cross_entropy`,
+            `mse`, `l1`, `square`.
+        recipe: what else happens in a step.
+        native: whether each step is taken in the dtype of the models too, from torch's state before it.
         allowed: largest difference, as a part of an array's largest value.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
 
     Returns:
-        The drift, and the first step and the arrays that part.
+        The drift, the first step and the arrays that part, and why.
 
     Raises:
         InputError: the models do not start from the same parameters, or the optimizer has no twin.
         TransferError: the models do not fit.
     """
-    if which(optimizer) != "optimizer":
-        raise InputError("the third argument must be the torch optimizer; pass its scheduler as scheduler=")
-    torch, nnx = frameworks.load("torch"), frameworks.load("nnx")
-    pairing = pair(torch_model, flax_model, rename=rename, ignore=ignore, names=("torch model", "Flax model"))
-    with torch.pinned(), nnx.pinned(double=True):
-        mine = frameworks.load("torch.training").Run(torch_model, optimizer, scheduler, loss[0], max_norm)
-        theirs = frameworks.load("nnx.training").Run(flax_model, loss[1])
-        refuse_other_start(pairing, mine.values(), theirs.values())
-        batches = [tuple(map(plain, batch)) for batch in batches]
-        unused = mine.unused(batches[0]) if batches else ()
-        options = {"scheduler": mine.scheduler, "every": every, "rename": rename, "ignore": ignore}
-        if transformation is None:
-            clip = None if max_norm is None else clip_grad_norm(max_norm)
-            twin = to_optax(mine.optimizer, mine.model, flax_model, clip=clip, unused=unused, **options | scheduled(mine))
-        theirs.train_by(transformation if transformation is not None else twin)
-        if transformation is None and mine.optimizer.state:
-            told = transfer_optimizer(mine.optimizer, theirs.state, mine.model, flax_model, **options)
+    pairs = Twins(torch_model, flax_model, optimizer, loss, recipe or Recipe(), rename, ignore)
+    return pairs.whole(list(chunks(map(plain, batches), pairs.recipe.accumulate)), allowed, native)
+
+
+class Twins:
+    """Two models that are to be trained alike, checked.
+
+    Args:
+        torch_model: as of `train_both`, and so the others.
+        flax_model: the twin.
+        optimizer: of the torch model.
+        loss: of both.
+        recipe: what else happens in a step.
+        rename: as in `parity.transfer`.
+        ignore: as in `parity.transfer`.
+    """
+
+    def __init__(
+        self, torch_model: Any, flax_model: Any, optimizer: Any, loss: Any, recipe: Recipe, rename: Any, ignore: Iterable[str]
+    ):
+        self.room, self.torch = frameworks.load("torch.training"), frameworks.load("torch")
+        self.flax, self.flax_training = flax_rooms(flax_model)
+        if not self.torch.is_model(torch_model):
+            raise InputError(f"the first model must be a torch.nn.Module, got {frameworks.describe(torch_model)}")
+        if frameworks.load("torch.schedulers").owns(optimizer):
+            raise InputError(
+                "the third argument must be the torch optimizer; pass its scheduler as recipe=parity.Recipe(scheduler=...)"
+            )
+        self.torch_model, self.flax_model, self.recipe = torch_model, flax_model, recipe
+        self.optimizer = self.room.made(optimizer, torch_model)
+        self.scheduler = self.room.scheduler_of(recipe.scheduler, self.optimizer)
+        if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
+            raise InputError("the scheduler belongs to another optimizer; give the one that was made for this one")
+        which(self.optimizer)
+        self.loss = checked_loss(loss)
+        self.named = {"rename": rename, "ignore": (ignore,) if isinstance(ignore, str) else tuple(ignore)}
+        self.pairing: Pairing = pair(torch_model, flax_model, names=("torch model", "Flax model"), **self.named)
+
+    @property
+    def losses(self) -> tuple[Any, Any]:
+        return (self.loss, self.loss) if isinstance(self.loss, str) else self.loss
+
+    def run_of_torch(self, dtype: str | None) -> Any:
+        """Torch's run on copies."""
+        run = self.room.Run(self.torch_model, self.optimizer, self.scheduler, self.losses[0], self.recipe, dtype)
+        # A function may have made it, of this optimizer; its copy goes on alone.
+        return run
+
+    def run_of_flax(self, mine: Any, dtype: str | None, unused: tuple[str, ...]) -> Any:
+        """Flax's run on copies, with the twin of an optimizer or the transformation that is on trial."""
+        recipe = self.recipe
+        theirs = self.flax_training.Run(self.flax_model, self.losses[1], recipe, dtype, self.named["rename"])
+        scaling = None if recipe.scaler is None else self.room.scaling_of(recipe.scaler)
+        if recipe.transformation is not None:
+            theirs.train_by(recipe.transformation, recipe.state, scaling)
+            return theirs
+        theirs.train_by(self.twin(mine, unused), None, scaling)
+        if mine.optimizer.state:
+            told = transfer_optimizer(mine.optimizer, theirs.state, mine.model, self.flax_model, **self.options(mine))
             theirs.state = told.value
-        return followed(mine, theirs, pairing, batches, every, allowed, unused)
+        return theirs
+
+    def twin(self, mine: Any, unused: tuple[str, ...]) -> Any:
+        """The transformation with the steps of torch's optimizer."""
+        recipe = self.recipe
+        clip = None if recipe.max_norm is None else clip_grad_norm(recipe.max_norm)
+        clip = clip if recipe.max_value is None else clip_grad_value(recipe.max_value)
+        # A copied optimizer is not wrapped by its scheduler any more; an optimizer without one has none.
+        options = self.options(mine) | ({} if mine.scheduler is not None else {"scheduler": False})
+        return to_optax(mine.optimizer, mine.model, self.flax_model, clip=clip, unused=unused, **options)
+
+    def options(self, mine: Any) -> dict[str, Any]:
+        return {"scheduler": mine.scheduler, "every": self.recipe.every, **self.named}
+
+    def port(self, mine: Any, unused: tuple[str, ...]) -> Port | None:
+        """Torch's optimizer in the words of no framework; None if it has no twin."""
+        try:
+            found = port_of(mine.optimizer, mine.names, mine.scheduler, self.recipe.every)
+        except InputError:
+            return None
+        return replace(found, norm=self.recipe.max_norm, value=self.recipe.max_value, unused=frozenset(unused))
+
+    def whole(self, steps: list[Any], allowed: float, native: bool) -> Training:
+        """Both runs in float64, and single steps in the dtype of the models if they are asked for."""
+        found = self.trained(steps, allowed)
+        return replace(found, native=self.native_steps(steps, found.unused)) if native and not found.dropout else found
+
+    def native_steps(self, steps: list[Any], unused: tuple[str, ...]) -> tuple[NativeStep, ...]:
+        """Single steps in the dtype of the models; none if that is float64, where there is nothing to add."""
+        dtype = self.torch.model_dtype(self.torch_model) or "float32"
+        if dtype == "float64":
+            return ()
+        with self.torch.pinned(), self.flax.pinned():
+            mine = self.run_of_torch(None)
+            theirs = self.run_of_flax(mine, None, unused)
+            twin = self.recipe.transformation is None
+            options = self.options(mine)
+            follower = NativeFollower(
+                *(mine, theirs, self.flax_model, self.pairing, dtype, options, twin),
+                begun=begun(mine.scheduler, self.recipe.every),
+            )
+            for batch in steps:
+                follower.step(batch)
+            return tuple(follower.steps)
+
+    def trained(self, steps: list[Any], allowed: float) -> Training:
+        """Both runs in float64."""
+        with self.torch.pinned(), self.flax.pinned(double=True):
+            mine = self.run_of_torch("float64")
+            unused = mine.unused(steps[0]) if steps else ()
+            theirs = self.run_of_flax(mine, "float64", unused)
+            refuse_other_start(self.pairing, mine.values(), theirs.values())
+            follower = Follower(
+                *(mine, theirs, self.pairing, self.recipe.every, allowed, self.port(mine, unused), mine.momenta())
+            )
+            for batch in steps:
+                follower.step(batch)
+                if follower.dropout:
+                    break
+            found = follower.outcome(unused, self.recipe.mode)
+            return self.with_mode(found, steps[0], allowed) if found.first == 1 and not found.causes else found
+
+    def with_mode(self, found: Training, batches: list[Any], allowed: float) -> Training:
+        """The outcome, with what train mode does as the cause if the gradients agree in eval mode."""
+        drift = found.drift[0] if found.drift else None
+        if drift is None or drift.gradients <= allowed or self.recipe.train is False:
+            return found
+        quiet = Twins(
+            *(self.torch_model, self.flax_model, self.optimizer, self.loss, replace(self.recipe, train=False)), **self.named
+        )
+        off = quiet.trained([batches], allowed)
+        if not off.drift or off.drift[0].gradients > allowed:
+            return found
+        what = (
+            "In eval mode the gradients agree, in train mode, with torch's masks, they do not: dropout is at another place, or "
+            "the statistics of the batch are taken otherwise"
+        )
+        change = "parity.compare(..., dropout='replay') names the module in which they part"
+        before, after = drift.gradients / allowed, off.drift[0].gradients / allowed
+        return replace(found, causes=(Cause("train mode", "the model", what, change, before, after, found.parted, True),))
 
 
-def scheduled(mine: Any) -> dict[str, Any]:
-    """A copied optimizer is not wrapped by its scheduler any more; an optimizer without one has none."""
-    return {} if mine.scheduler is not None else {"scheduler": False}
+def flax_rooms(flax_model: Any) -> tuple[ModuleType, ModuleType]:
+    """The room of a Flax model, and that of its training.
+
+    Raises:
+        InputError: it is no Flax model.
+    """
+    for name in ("linen", "nnx"):
+        room = frameworks.load(name)
+        if room.is_model(flax_model):
+            return room, frameworks.load(f"{name}.training")
+    raise InputError(f"the second model must be a flax.nnx.Module or a parity.Linen, got {frameworks.describe(flax_model)}")
 
 
-def plain(array: Any) -> np.ndarray:
-    """A batch's array in NumPy."""
-    for room in (frameworks.load("torch"), frameworks.load("nnx")):
-        if room.is_array(array):
-            return np.array(room.to_numpy(array))
-    return np.asarray(array)
+def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, every: int = 1) -> Port:
+    """A torch optimizer, its state sampled, in the words of no framework.
+
+    Args:
+        optimizer: of torch.optim.
+        names: of its parameters, by `id`.
+        scheduler: of it.
+        every: steps to each step of the scheduler.
+
+    Raises:
+        InputError: it has no twin.
+    """
+    room = frameworks.load("torch.optimizers")
+    known = room.read(optimizer, names, moves(scheduler, every, None) if scheduler is not None else None)
+    state = {
+        name: {key: sample(name, value) if isinstance(value, np.ndarray) else value for key, value in entries.items()}
+        for name, entries in room.read_state(optimizer, names).items()
+    }
+    return Port(known.kind, known.groups, state, begun=begun(scheduler, every))
+
+
+def begun(scheduler: Any, every: int) -> int:
+    """Updates that schedules have had."""
+    return 0 if scheduler is None else frameworks.load("torch.schedulers").position(scheduler) * every
+
+
+def chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """As many batches as are accumulated, step by step; what is left over at the end is left out."""
+    rest = iter(batches)
+    while len(chunk := list(islice(rest, size))) == size:
+        yield chunk
+
+
+def plain(batch: Sequence[Any]) -> tuple[Any, ...]:
+    """A batch with its arrays in NumPy."""
+    rooms = (frameworks.load("torch"), frameworks.load("nnx"))
+
+    def array(path: str, value: Any) -> Any:
+        room = next((room for room in rooms if room.is_array(value)), None)
+        return np.array(room.to_numpy(value)) if room else np.array(value) if isinstance(value, np.ndarray) else value
+
+    return mapped(array, tuple(batch))
 
 
 def refuse_other_start(pairing: Pairing, mine: Arrays, theirs: Arrays) -> None:
@@ -187,74 +291,3 @@ def refuse_other_start(pairing: Pairing, mine: Arrays, theirs: Arrays) -> None:
             problems.append(f"{names} differs before the first step; parity.transfer the torch model into the Flax model first")
     if problems:
         raise InputError(listed("the two cannot be trained side by side", problems))
-
-
-def compared(pairing: Pairing, mine: Arrays, theirs: Arrays) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Torch's name, torch's array, and Flax's in torch's layout, for every array that both have."""
-    parts: dict[str, list[Pair]] = {}
-    for p in pairing.pairs:
-        if p.source.array_path in mine and p.target.path in theirs:
-            parts.setdefault(p.source.array_path, []).append(p)
-    found = []
-    for name, pairs in parts.items():
-        blocks = {p.source.path: (p.source, p.layout.inverse().apply(theirs[p.target.path])) for p in pairs}
-        found.append((name, mine[name], next(iter(gathered(list(blocks.values())).values()))))
-    return found
-
-
-def followed(
-    mine: Any, theirs: Any, pairing: Pairing, batches: Sequence[Any], every: int, allowed: float, unused: tuple[str, ...]
-) -> Training:
-    """Both runs, step by step."""
-    drift: list[Drift] = []
-    parted: tuple[str, ...] = ()
-    first: int | None = None
-    # The elements that have had a gradient so far.
-    alive: dict[str, np.ndarray] = {}
-    quiet: dict[str, int] = {}
-    for number, batch in enumerate(batches, 1):
-        value, gradients = mine.gradients(batch)
-        other, flax_gradients = theirs.step(batch)
-        mine.update(scheduled=number % every == 0)
-        known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        pairs = compared(pairing, known, flax_gradients)
-        largest = max((np.abs(array).max(initial=0.0) for _, *both in pairs for array in both), default=0.0)
-        by_gradient: dict[str, float] = {}
-        for name, t, f in pairs:
-            # Of either side: torch gives a padding row no gradient, Flax one.
-            seen = np.maximum(np.abs(t), np.abs(f)) > NOISE * largest
-            alive[name] = alive.get(name, np.zeros(t.shape, bool)) | seen
-            by_gradient[name] = float(np.abs(f - t).max(initial=0.0) / max(largest, TINY))
-        by_value: dict[str, float] = {}
-        for name, t, f in compared(pairing, mine.values(), theirs.values()):
-            by_value[name], quiet[name] = apart(f, t, alive.get(name))
-        worst = max(by_value, key=by_value.__getitem__, default="")
-        most = max(by_gradient.values(), default=0.0)
-        drift.append(Drift(number, value, other - value, most, by_value.get(worst, 0.0), worst))
-        # A step may hide what gradients show: the first of Adam is their sign.
-        wrong = past(allowed, by_gradient) or past(allowed, by_value)
-        if first is None and wrong:
-            first, parted = number, wrong
-    noise = tuple((name, count) for name, count in quiet.items() if count)
-    return Training(tuple(drift), allowed, parted, first, noise, unused)
-
-
-def past(allowed: float, errors: Mapping[str, float]) -> tuple[str, ...]:
-    """What differs by more than is allowed, worst first; NaN does."""
-    return tuple(sorted((name for name, error in errors.items() if not error <= allowed), key=lambda name: -errors[name]))
-
-
-def apart(actual: np.ndarray, expected: np.ndarray, alive: np.ndarray | None) -> tuple[float, int]:
-    """The largest difference as a part of the largest value, and how many elements differ that have no gradient."""
-    if actual.shape != expected.shape or not actual.size:
-        return (0.0 if actual.shape == expected.shape else np.inf), 0
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
-    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
-    difference = np.where(same, 0.0, np.where(np.isfinite(difference), difference, np.inf))
-    idle = 0
-    if alive is not None:
-        idle = int(((difference > 0) & ~alive).sum())
-        difference = np.where(alive, difference, 0.0)
-    finite = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-    return float(difference.max() / max(finite, TINY)) if difference.any() else 0.0, idle

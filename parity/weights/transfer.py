@@ -247,6 +247,24 @@ def transfer(
     return outcome(value, done)
 
 
+def as_planned(pairing: Pairing) -> Transfer:
+    """How the leaves of two models correspond, nothing being sent."""
+    return Transfer(
+        None,
+        tuple(entry(p, p.target.dtype, shared=False) for p in pairing.pairs),
+        pairing.ignored,
+        pairing.random,
+        pairing.ties,
+        pairing.lost_ties,
+        pairing.settings,
+        pairing.alone,
+        pairing.notes,
+        rename=dict(p.names for p in pairing.pairs),
+        unpaired=pairing.unpaired,
+        problems=pairing.problems,
+    )
+
+
 class Sent(Mapping[str, Any]):
     """The arrays as they arrive, by the path of the target's array; each is made when it is asked for.
 

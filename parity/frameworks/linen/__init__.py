@@ -17,6 +17,7 @@ from parity.frameworks.linen.inspection import structure_of as structure_of
 from parity.frameworks.linen.inspection import wide_structure_of as wide_structure_of
 from parity.frameworks.linen.isolation import alone as alone
 from parity.frameworks.linen.isolation import observe as observe
+from parity.frameworks.linen.isolation import pulled_back as pulled_back
 from parity.frameworks.linen.leaves import NAME as NAME
 from parity.frameworks.linen.leaves import fill as fill
 from parity.frameworks.linen.leaves import is_model as is_model

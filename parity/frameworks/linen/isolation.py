@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from parity.evidence.calls import Alone, Call, ModuleCall
+from parity.evidence.calls import Alone, Call, Evaluation, ModuleCall
 from parity.evidence.trial import NotComparableError
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.capture import watching, words_of
 from parity.frameworks.linen.leaves import flat
-from parity.frameworks.linen.running import Applied, nested, prepare, reseeded, widened
+from parity.frameworks.linen.running import Applied, evaluate, nested, prepare, reseeded, widened
 from parity.frameworks.linen.structure import Part, Path, Structure
 from parity.linen import Linen
 
@@ -167,3 +167,26 @@ def places(parts: Mapping[Path, Part], path: Path) -> dict[Path, Path]:
     """Where a module and those that it is given lie in the whole model, by their paths inside a copy of it."""
     given = parts[path].given if path in parts else {}
     return {(): path} | {(name, *inner): at for name, child in given.items() for inner, at in places(parts, child).items()}
+
+
+def pulled_back(
+    model: Linen, path: str, call: Call, cotangents: Mapping[str, np.ndarray], *, dtype: str | None = "float64"
+) -> Evaluation:
+    """Run one submodule by itself forwards and backwards; gradients of its arrays under their paths in the model.
+
+    Args:
+        model: left as it is.
+        path: of the submodule, in torch's words.
+        call: its arguments, arrays in NumPy.
+        cotangents: by output path.
+        dtype: of the run; None is the model's.
+
+    Raises:
+        NotComparableError: there is no copy of the submodule that could be run by itself.
+    """
+    paths = {part.words: own for own, part in reversed(model.structure.parts.items())}
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        structure = model.wide_structure if dtype == "float64" else model.structure
+        one = submodel(model, path, paths.get(path), structure, {})
+        found = evaluate(one.model, call, dtype=dtype, cotangents=cotangents, quick=True)
+    return Evaluation(found.outputs, {one.variables.get(name, name): g for name, g in found.gradients.items()})

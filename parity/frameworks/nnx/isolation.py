@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
-from parity.evidence.calls import Alone, Call, ModuleCall
+from parity.evidence.calls import Alone, Call, Evaluation, ModuleCall
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.nnx.leaves import walk
-from parity.frameworks.nnx.running import prepare, reseeded
+from parity.frameworks.nnx.running import evaluate, prepare, reseeded
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 
@@ -140,3 +140,22 @@ def alone(
         graphdef, parameters, rest, arguments = prepare(module, Call(args, kwargs), dtype, own)
         rest = reseeded(rest, reseed) if reseed else rest
         return answered(WatchedGraph(graphdef), parameters, rest, arguments, below, replies, quick=quick, watch=watch)
+
+
+def pulled_back(
+    model: Any, path: str, call: Call, cotangents: Mapping[str, np.ndarray], *, dtype: str | None = "float64"
+) -> Evaluation:
+    """Run one submodule by itself forwards and backwards; gradients of its arrays under their paths in the model.
+
+    Args:
+        model: left as it is.
+        path: of the submodule, in torch's words.
+        call: its arguments, arrays in NumPy.
+        cotangents: by output path.
+        dtype: of the run; None is the model's.
+    """
+    nodes = {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
+    module, prefix = nodes[path]
+    found = evaluate(module, call, dtype=dtype, cotangents=cotangents, quick=True)
+    start = f"{prefix}." if prefix else ""
+    return Evaluation(found.outputs, {n if n.startswith("input ") else start + n: g for n, g in found.gradients.items()})

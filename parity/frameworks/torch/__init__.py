@@ -1,5 +1,7 @@
 """PyTorch in the words of this package: the door of its room."""
 
+from parity.frameworks.torch.backward import gradients_by_use as gradients_by_use
+from parity.frameworks.torch.backward import observe_backward as observe_backward
 from parity.frameworks.torch.edits import Edited as Edited
 from parity.frameworks.torch.elementary import Elementary as Elementary
 from parity.frameworks.torch.exactness import NotProvableError as NotProvableError

@@ -1,67 +1,228 @@
-"""A copy of a torch model that trains in float64 while its owner's stays as it is."""
+"""A copy of a torch model that trains, in float64 or as it is, while its owner's stays as it is."""
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parity.frameworks.torch.leaves import from_numpy, to_numpy
-from parity.frameworks.torch.modes import Widened
+from parity.dropout.contexts import replay_dropout
+from parity.errors import InputError
+from parity.evidence.numerics import UNIT, jittered
+from parity.evidence.trees import mapped
+from parity.frameworks.torch.dropout import recording
+from parity.frameworks.torch.leaves import from_numpy, to_numpy, torch_dtype
+from parity.frameworks.torch.losses import LOSSES
+from parity.frameworks.torch.modes import Kinks, Shaken, Widened
+from parity.frameworks.torch.optimizers import owns
 from parity.frameworks.torch.running import deployed_epsilon, device_of, model_dtype
+from parity.training.optimizers import SCALARS
+from parity.training.recipe import Recipe
+
+
+def made(optimizer: Any, model: nn.Module) -> Any:
+    """An optimizer of a model: itself, or made of a class, a class with its options, or a function of the parameters.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if owns(optimizer):
+        return optimizer
+    make, options = optimizer if isinstance(optimizer, tuple) and len(optimizer) == 2 else (optimizer, {})
+    found = make(model.parameters(), **options) if callable(make) and isinstance(options, Mapping) else None
+    if not owns(found):
+        raise InputError(
+            "optimizer must be a torch.optim.Optimizer of the torch model, a class of them, a pair of a class and a dict of "
+            f"its options, or a function of the model's parameters that makes one; got {optimizer!r}"
+        )
+    return found
+
+
+def scheduler_of(scheduler: Any, optimizer: Any) -> Any:
+    """A scheduler of an optimizer: itself, or made by a function."""
+    made_here = callable(scheduler) and not hasattr(scheduler, "step")
+    return scheduler(optimizer) if made_here else scheduler
+
+
+def scaling_of(scaler: Any) -> dict[str, Any]:
+    """The options and the place of a GradScaler."""
+    known = scaler if not isinstance(scaler, Mapping) else torch.amp.GradScaler("cpu", **scaler)
+    if not known.is_enabled():
+        raise InputError("the scaler is not enabled, so that it does nothing; leave it out")
+    state = known.state_dict()
+    return {"init_scale": state.pop("scale"), "growth_tracker": state.pop("_growth_tracker")} | state
+
+
+NUMBERS = {name for names in SCALARS.values() for name in names}
 
 
 class Run:
     """A training run on copies.
 
     Args:
-        model: left as it is, in the mode that it is in.
+        model: left as it is.
         optimizer: its optimizer, with the state that it has.
         scheduler: of the optimizer, or None.
-        loss: takes a model and a batch of tensors, gives a tensor without axes.
-        max_norm: of `clip_grad_norm_`; None for none.
+        loss: takes a model and a batch of tensors, gives a tensor without axes; or the name of one.
+        recipe: what else happens in a step.
+        dtype: float64, or None for the model's own.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, loss: Callable[..., Tensor], max_norm: float | None):
-        self.deployed = model_dtype(model)
+    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, loss: Any, recipe: Recipe, dtype: str | None):
+        self.deployed, self.dtype, self.recipe = model_dtype(model), dtype, recipe
         # In one call, so that the copies belong to each other.
         self.model, self.optimizer, self.scheduler = copy.deepcopy((model, optimizer, scheduler))
+        if dtype == "float64":
+            self.widen()
+        if recipe.train is not None:
+            self.model.train(recipe.train)
+        self.loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self.names = {id(p): name for name, p in self.model.named_parameters()}
+        self.moving = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler: Any = None
+        if recipe.scaler is not None:
+            options = scaling_of(recipe.scaler)
+            tracker = options.pop("growth_tracker")
+            self.scaler = torch.amp.GradScaler(device_of(self.model).type, **options)
+            self.scaler.load_state_dict(self.scaler.state_dict() | {"_growth_tracker": tracker})
+            # It makes its tensors when it is first used.
+            self.scaler.scale(torch.ones([], device=device_of(self.model)))
+        self.skipped = False
+        self.last_gradients: dict[str, np.ndarray | None] = {}
+
+    def widen(self) -> None:
+        """Continue in float64."""
         self.model.double()
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                # Single numbers stay as torch keeps them.
+                if isinstance(value, Tensor) and value.shape == parameter.shape and name not in (*NUMBERS, "step"):
                     state[name] = value.double()
-        self.loss, self.max_norm = loss, max_norm
-        self.names = {id(p): name for name, p in self.model.named_parameters()}
 
-    def gradients(self, batch: Sequence[np.ndarray]) -> tuple[float, dict[str, np.ndarray | None]]:
-        """The loss, and the gradient of each parameter; None where there is none."""
-        self.optimizer.zero_grad(set_to_none=True)
-        tensors = [widened(from_numpy(np.array(array))).to(device_of(self.model)) for array in batch]
-        with torch.enable_grad(), Widened(self.deployed), deployed_epsilon(self.model, "float64"):
-            value = self.loss(self.model, *tensors)
-            value.backward()
+    def forked(self, dtype: str | None = None, rng: np.random.Generator | None = None) -> "Run":
+        """Another run from the same place, in a dtype, or on parameters that are moved by at most half an ulp."""
+        recipe = self.recipe
+        other = Run(self.model, self.optimizer, self.scheduler, self.loss, recipe, dtype)
+        other.deployed = self.deployed
+        if self.scaler is not None:
+            # Its scale lives on the device from its first use on; a state dict holds plain numbers.
+            other.scaler.load_state_dict(self.scaler.state_dict())
+        if rng is not None:
+            with torch.no_grad():
+                for parameter in other.model.parameters():
+                    parameter.copy_(from_numpy(jittered(np.array(to_numpy(parameter)), rng)))
+        return other
+
+    @property
+    def scale(self) -> float:
+        """By which the loss is multiplied."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def tensors(self, batch: Sequence[Any]) -> Any:
+        wanted = torch_dtype(self.dtype or self.deployed or "float32")
+
+        def tensor(path: str, value: Any) -> Any:
+            if not isinstance(value, np.ndarray):
+                return value
+            found = from_numpy(np.array(value))
+            return found.to(device_of(self.model), wanted if found.is_floating_point() else found.dtype)
+
+        return mapped(tensor, tuple(batch))
+
+    def gradients(
+        self, batches: Sequence[Sequence[Any]], given: Sequence[Any] | None = None, shake: int | None = None
+    ) -> tuple[float, dict[str, np.ndarray | None], list[Any]]:
+        """The mean loss of some batches, the gradient of each parameter, None where there is none, and the masks drawn.
+
+        Args:
+            batches: as many as are accumulated.
+            given: masks of another run to drop by.
+            shake: a seed, by which every intermediate result is moved by at most half an ulp.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        values, drawn = [], list[Any]()
+        for number, batch in enumerate(batches):
+            tensors = self.tensors(batch)
+            wide = Widened(self.deployed) if self.dtype == "float64" else contextlib.nullcontext()
+            shaken = contextlib.nullcontext() if shake is None else Shaken(UNIT, shake)
+            with torch.enable_grad(), wide, shaken, deployed_epsilon(self.model, self.dtype):
+                with self.dropping(given[number] if given else None) as masks:
+                    value = self.loss(self.model, *tensors)
+                drawn.append(masks)
+                part = value / len(batches) if len(batches) > 1 else value
+                (part if self.scaler is None else self.scaler.scale(part)).backward()
+            values.append(float(value.detach()))
+        self.unscale()
         found = {name: None if p.grad is None else np.array(to_numpy(p.grad)) for name, p in self.model.named_parameters()}
-        return float(value.detach()), found
+        self.last_gradients = found
+        return sum(values) / len(values), found, drawn
 
-    def unused(self, batch: Sequence[np.ndarray]) -> tuple[str, ...]:
+    def dropping(self, given: Any) -> Any:
+        """Drop by given masks, or put on the record what is dropped."""
+        if not self.recipe.dropout:
+            return contextlib.nullcontext()
+        return recording(self.model) if given is None else replay_dropout(self.model, given)
+
+    def kinks(self, batches: Sequence[Sequence[Any]], given: Sequence[Any] | None, unit: float) -> int:
+        """How many values lie so near a kink that rounding in the model's own dtype may change a gradient."""
+        watch = Kinks(unit)
+        run = self.forked(self.dtype)
+        with watch:
+            run.gradients(batches, given)
+        return watch.near
+
+    def take(self, gradients: Mapping[str, np.ndarray | None]) -> None:
+        """Let the next step be taken on these gradients of the loss, multiplied by its scale."""
+        for name, parameter in self.model.named_parameters():
+            g = gradients.get(name)
+            parameter.grad = None if g is None else from_numpy(np.array(g)).to(parameter.device, parameter.dtype) * self.scale
+        self.unscale()
+
+    def generators(self) -> Any:
+        """The states of torch's generators, for `draw_from`."""
+        return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def draw_from(self, states: Any) -> None:
+        """Let torch draw from here on what it drew from there on."""
+        torch.set_rng_state(states[0])
+        if states[1]:
+            torch.cuda.set_rng_state_all(states[1])
+
+    def unscale(self) -> None:
+        if self.scaler is None:
+            return
+        self.scaler.unscale_(self.optimizer)
+        moving = {id(p) for p in self.moving}
+        for parameter in self.model.parameters():
+            if id(parameter) not in moving and parameter.grad is not None:
+                parameter.grad.div_(self.scale)
+        told = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        self.skipped = any(float(found) for found in told.values())
+
+    def unused(self, batches: Sequence[Sequence[Any]]) -> tuple[str, ...]:
         """The parameters of the optimizer that get no gradient; nothing moves, running statistics neither."""
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        _, found = self.gradients(batch)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(before[name])
-        moved = {self.names[id(p)] for group in self.optimizer.param_groups for p in group["params"]}
+        here = self.generators()
+        _, found, _ = self.forked(self.dtype).gradients(batches)
+        self.draw_from(here)
+        moved = {self.names[id(p)] for p in self.moving}
         return tuple(name for name, gradient in found.items() if gradient is None and name in moved)
 
     def update(self, scheduled: bool) -> None:
         """One step of the optimizer on the last gradients, and one of the scheduler if it is time for it."""
-        if self.max_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self.optimizer.step()
+        if self.recipe.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.moving, self.recipe.max_norm)
+        if self.recipe.max_value is not None:
+            nn.utils.clip_grad_value_(self.moving, self.recipe.max_value)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         if self.scheduler is not None and scheduled:
             with warnings.catch_warnings():
                 # The copy's step is not wrapped, from which a scheduler concludes that none was taken.
@@ -72,6 +233,11 @@ class Run:
         """Parameters and buffers by name."""
         return {name: np.array(to_numpy(t)) for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}
 
-
-def widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    def momenta(self) -> dict[str, float]:
+        """The share of a batch's own in each running statistic, by its name."""
+        return {
+            f"{path}.{name}".lstrip("."): float(module.momentum)
+            for path, module in self.model.named_modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if name.startswith("running_") and isinstance(getattr(module, "momentum", None), float)
+        }

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
 
 import parity
+from parity.training.recipe import Recipe
 from parity.training.steps import Training, train_both
 
 
@@ -91,7 +92,7 @@ def test_forty_steps_stay_together_and_nothing_of_the_callers_moves():
     optimizer = adamw(ours)
     scheduler = lrs.CosineAnnealingLR(optimizer, 30)
     before = copy.deepcopy(ours.state_dict()), jax.tree.map(jnp.copy, nnx.state(theirs))
-    found = train_both(ours, theirs, optimizer, batches(40), LOSS, scheduler=scheduler, max_norm=0.5)
+    found = train_both(ours, theirs, optimizer, batches(40), LOSS, recipe=Recipe(scheduler=scheduler, max_norm=0.5))
     assert found.passed and len(found.drift) == 40
     assert max(drift.values for drift in found.drift) < 1e-11
     # A key bias changes no attention; the parameter that is not used has no gradient at all.
@@ -121,6 +122,7 @@ def twin(optimizer: optim.Optimizer, ours: nn.Module, theirs: nnx.Module) -> Any
     return parity.to_optax(optimizer, ours, theirs, unused="idle")
 
 
+NAMED = {"decay default": "weight decay", "decay of norms and biases": "weight decay", "rate": "learning rate"}
 FAULTS: dict[str, Any] = {
     "decay default": lambda o, m, f: optax.adamw(0.01),
     "decay of norms and biases": lambda o, m, f: parity.to_optax(optim.AdamW(m.parameters(), lr=0.01), m, f, unused="idle"),
@@ -135,8 +137,11 @@ FAULTS: dict[str, Any] = {
 def test_a_fault_of_the_optimizer_is_seen_in_the_first_step_and_the_gradients_are_cleared(name):
     ours, theirs = models()
     optimizer = adamw(ours)
-    found = train_both(ours, theirs, optimizer, batches(2), LOSS, transformation=FAULTS[name](optimizer, ours, theirs))
+    found = train_both(
+        ours, theirs, optimizer, batches(2), LOSS, recipe=Recipe(transformation=FAULTS[name](optimizer, ours, theirs))
+    )
     assert not found.passed and found.first == 1 and found.drift[0].gradients < 1e-12
+    assert not NAMED.get(name) or found.causes[0].hypothesis == NAMED[name], [cause.what for cause in found.causes]
     assert "step 1: " in str(found) and "the optimizer or a running statistic takes another step" in str(found)
     with pytest.raises(parity.DivergenceError, match="NOT the same training"):
         found.raise_for_divergence()
@@ -150,7 +155,9 @@ def test_a_schedule_that_is_off_by_one_parts_in_the_step_that_it_concerns():
     late += [optax.scale_by_schedule(lambda count: jnp.where(count < 4, 0.01, 0.001))]
     plain = optim.AdamW(ours.parameters(), lr=0.01, weight_decay=0.0)
     scheduler = lrs.StepLR(plain, 3)
-    found = train_both(ours, theirs, plain, batches(6), LOSS, scheduler=scheduler, transformation=optax.chain(*late))
+    found = train_both(
+        ours, theirs, plain, batches(6), LOSS, recipe=Recipe(scheduler=scheduler, transformation=optax.chain(*late))
+    )
     assert found.first == 4
 
 
