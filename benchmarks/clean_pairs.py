@@ -274,8 +274,8 @@ def widened(this: Row, one: Configuration, factor: int) -> Configuration:
         return value * factor if name in names and isinstance(value, int) else wider(value, names)
 
     if "Conv" in this.cls.__name__:
-        # Several hundred channels in three dimensions are seconds.
-        factor = min(factor, 8)
+        # Many channels in three dimensions are seconds.
+        factor = min(factor, 2 if "3d" in this.rule.torch else 8)
     recurrent = "hidden_size" in one.torch
     axis = -1 if recurrent or this.family.channels is None else 1
     if one.dtype == torch.int64 or this.cls.__name__ in ("PReLU", "Dropout"):
@@ -288,7 +288,7 @@ def widened(this: Row, one: Configuration, factor: int) -> Configuration:
 
 def longer(this: Row, one: Configuration, factor: int) -> Configuration:
     """The same layer on that many times as many examples; a recurrent one on as many steps."""
-    axis = 0
+    axis, factor = 0, min(factor, 3) if "Conv" in this.cls.__name__ else factor
     if "hidden_size" in one.torch:
         if "Cell" in this.rule.torch:
             return one
