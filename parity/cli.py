@@ -65,7 +65,7 @@ def front(
 def check_command(
     file: Annotated[str, typer.Argument(metavar="[FILE]", help="a Python file with functions under @parity.pair")] = "",
     device: Annotated[str, typer.Option(help="cpu, gpu or all")] = "cpu",
-    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = "",
+    levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
     module: Annotated[str, typer.Option(help="only modules or cases whose name contains this")] = "",
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int | None, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = None,
@@ -77,7 +77,7 @@ def check_command(
 
     FILE is Python and is run: it declares pairs of your own by functions under @parity.pair.
     """
-    chosen = [level.strip() for level in levels.split(",") if level.strip()] or None
+    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
     idle = [option for option, given in (("--full", full), ("--steps", steps)) if given]
     if file and idle:
         raise parity.InputError(f"{' and '.join(idle)} belong to the built-in suite; leave them out, or leave out FILE")
@@ -221,13 +221,13 @@ def compare_command(
         str, typer.Argument(metavar="FILE[::CASE]", help="a Python file, and the function in it under @parity.pair")
     ],
     device: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
-    levels: Annotated[str, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = "",
+    levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
     seed: Annotated[int | None, typer.Option(help="of probes, cotangents and jitter")] = None,
     html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
 ) -> None:
     """Tell whether one pair of your own is the same function, and if not, where they part and why."""
-    chosen = [level.strip() for level in levels.split(",") if level.strip()] or None
+    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
     if html:
         parity.html_ready(html)
     file, _, name = case.partition("::")

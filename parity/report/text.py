@@ -15,7 +15,7 @@ WIDTH = 60
 # Characters of a line of code.
 CODE = 80
 # What a report on a failure may take, and at how many characters its sentences are cut where it would take more.
-SCREEN, COLUMNS = 30, 80
+SCREEN, COLUMNS = 36, 80
 CUT = 2 * COLUMNS
 LAST = 2
 
@@ -27,9 +27,11 @@ def report_text(report: "Report") -> str:
     # As much of each section as fits; `to_dict` has all of it.
     lines: list[str] = []
     for shown in range(SHOWN, -1, -1):
-        lines = failure_lines(report, shown)
-        if rows(lines) <= SCREEN:
-            return "\n".join(lines)
+        # Of several wrong modules each is named with its cause before the first is told in full.
+        for full in (True, False):
+            lines = failure_lines(report, shown, full)
+            if rows(lines) <= SCREEN:
+                return "\n".join(lines)
     lines = [line if len(line) <= CUT else f"{line[: CUT - 4]} ..." for line in lines]
     if rows(lines) > SCREEN:
         lines = [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines if line]
@@ -42,10 +44,11 @@ def rows(lines: Sequence[str]) -> int:
     return sum(max(1, -(-len(line) // COLUMNS)) for line in lines)
 
 
-def failure_lines(report: "Report", shown: int) -> list[str]:
+def failure_lines(report: "Report", shown: int, full: bool = True) -> list[str]:
     """Where, how much, why, and what next; of what there are many, as many as `shown`.
 
-    With 0 even the numbers of a level are left to the first divergence above it; one of all else stays.
+    With 0 even the numbers of a level are left to the first divergence above it; one of all else stays. Unless `full`,
+    a wrong module goes without its first operation.
     """
     most = max(1, shown)
     lines = [headline(report), *set_lines(report)]
@@ -61,7 +64,7 @@ def failure_lines(report: "Report", shown: int) -> list[str]:
         lines.append(
             f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
         )
-    lines += why_lines(report.diagnosis, most) if report.diagnosis else []
+    lines += why_lines(report.diagnosis, most, full) if report.diagnosis else []
     lines += backward_lines(report.backward, most) if report.backward else []
     lines += [f"  note: {note}" for note in report.notes[:most]]
     if len(report.notes) > most:
@@ -128,7 +131,7 @@ def next_lines(report: "Report") -> list[str]:
     return [f"  next: {known if report.diagnosis.causes else 'look at the code of these modules'}"]
 
 
-def why_lines(diagnosis: "Diagnosis", shown: int = 3) -> list[str]:
+def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> list[str]:
     """The modules that are wrong for themselves, each with its likeliest cause."""
     faults = diagnosis.isolation.faults
     if not faults:
@@ -145,7 +148,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = 3) -> list[str]:
         lines += [
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
-        lines += [f"  {line}" for line in operation_lines(one.operation)]
+        lines += [f"  {line}" for line in operation_lines(one.operation)] if full else []
     return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
 
 

@@ -76,14 +76,6 @@ def unguarded(suspect: Suspect) -> Iterator[Variant]:
 def scaling(suspect: Suspect) -> Iterator[Variant]:
     """A value that is torch's times a number; a number by which torch multiplies or divides, forgotten or taken twice."""
     yield from factor(suspect)
-    for place, delta in finite_differences(suspect):
-        for name, array in addends(suspect, delta.shape):
-            share = float((delta * array).sum() / ((array * array).sum() or 1.0))
-            # What is left out or taken twice is told as that.
-            if share and not any(math.isclose(share, whole, rel_tol=1e-9) for whole in (1, -1)):
-                text = f"{place} has {named_factor(1 + share, array.shape)} times {name} added"
-                value = suspect.trial.expected[place] + share * array
-                yield Variant(text, f"add {name} as it is", at(place, value))
     for op in suspect.named("mul", "div"):
         number = op.args[1] if len(op.args) > 1 else None
         if not isinstance(number, int | float) or not number:
@@ -96,3 +88,11 @@ def scaling(suspect: Suspect) -> Iterator[Variant]:
             ("scaled output", {"factor": by**-2}, f"Flax {other}s by {name}"),
         ):
             yield Variant(what, f"{does} by {name}, once", suspect.edited([op], edit, **settings))
+    for place, delta in finite_differences(suspect):
+        for name, array in addends(suspect, delta.shape):
+            share = float((delta * array).sum() / ((array * array).sum() or 1.0))
+            # What is left out or taken twice is told as that.
+            if share and not any(math.isclose(share, whole, rel_tol=1e-9) for whole in (1, -1)):
+                text = f"{place} has {named_factor(1 + share, array.shape)} times {name} added"
+                value = suspect.trial.expected[place] + share * array
+                yield Variant(text, f"add {name} as it is", at(place, value))

@@ -150,7 +150,7 @@ NORMS = [
         lambda: nn.GroupNorm(2, 8),
         lambda rngs: nnx.GroupNorm(8, num_groups=4, epsilon=1e-5, use_fast_variance=False, rngs=rngs),
         (normal(3, 8),),
-        "variance",
+        "number of groups",
         "set num_groups=2",
     ),
     functions(

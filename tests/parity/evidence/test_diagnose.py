@@ -329,11 +329,11 @@ def test_a_failing_comparison_tells_where_how_much_why_and_what_next():
         "NOT the same function",
         "core   first divergence",
         "times what rounding explains",
+        "identical  FAILED",
         "1 wrong module of 6 modules",
         "cause: softmax scale. Flax's scores are 1/sqrt(2) times torch's",
         "change: multiply the scores by sqrt(2)",
         "next: make the change, then compare again",
-        "identical  FAILED",
     ]
     places = [str(report).find(part) for part in parts]
     assert -1 not in places and places == sorted(places), str(report)

@@ -670,6 +670,15 @@ class FlaxUnrolled(nnx.Module):
         return self.dense(weights @ x)
 
 
+class TorchStack(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
 class Stack(nnx.Module):
     def __init__(self, layer):
         self.layer = layer
@@ -681,9 +690,7 @@ class Stack(nnx.Module):
 @pytest.mark.parametrize("scale", [6**0.5, 6.0])
 def test_a_module_that_the_port_unrolls_into_its_parent_is_not_taken_for_the_parent(scale):
     rename = {"layer.inner.query": "layer.query", "layer.inner.key": "layer.key"}
-    ours = nn.ModuleDict({"layer": TorchNested()})
-    ours.forward = ours["layer"]
-    pair = transferred(ours, Stack(FlaxUnrolled(rngs=nnx.Rngs(0), scale=scale)), rename=rename)
+    pair = transferred(TorchStack(TorchNested()), Stack(FlaxUnrolled(rngs=nnx.Rngs(0), scale=scale)), rename=rename)
     isolation = isolated(pair, normal(2, 5, 6), rename=rename)
     assert isolation.unpaired == ("layer.inner (torch only)",)
     assert faults(isolation) == ({} if scale == 6**0.5 else {"layer": ["what it gives layer.dense: args[0]"]})

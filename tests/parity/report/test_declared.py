@@ -155,7 +155,7 @@ def test_a_call_that_cannot_be_carried_out_is_told_in_one_sentence(tmp_path):
         parity.check_file(path, module="other")
     with pytest.raises(parity.InputError, match="device must be cpu, gpu or all, got 'tpu'"):
         parity.check_file(path, device="tpu")
-    assert "--full belongs to the built-in suite" in str(cli("check", path, "--full").exception)
+    assert "--full belong to the built-in suite" in str(cli("check", path, "--full").exception)
     with pytest.raises(parity.InputError, match=r"parity\.Pair has no option tolerance; parity\.compare has"):
         parity.Pair(None, None, tolerance=1)
 
