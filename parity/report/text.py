@@ -25,13 +25,15 @@ def report_text(report: "Report") -> str:
     if report.passed:
         return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in report.notes)])
     # As much of each section as fits; `to_dict` has all of it.
+    faults = report.diagnosis.isolation.faults if report.diagnosis else ()
+    sizes = [(shown, full) for shown in range(SHOWN, -1, -1) for full in (True, False)]
+    # Of several wrong modules each is named with its cause before the first is told in full.
+    sizes = sizes if len(faults) > 1 else sorted(sizes, key=lambda size: not size[1])
     lines: list[str] = []
-    for shown in range(SHOWN, -1, -1):
-        # Of several wrong modules each is named with its cause before the first is told in full.
-        for full in (True, False):
-            lines = failure_lines(report, shown, full)
-            if rows(lines) <= SCREEN:
-                return "\n".join(lines)
+    for shown, full in sizes:
+        lines = failure_lines(report, shown, full)
+        if rows(lines) <= SCREEN:
+            return "\n".join(lines)
     lines = [line if len(line) <= CUT else f"{line[: CUT - 4]} ..." for line in lines]
     if rows(lines) > SCREEN:
         lines = [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines if line]
