@@ -23,7 +23,8 @@ LAST = 2
 def report_text(report: "Report") -> str:
     """One line if all is well; else where the models part, how much, why, and what to do next, on one screen."""
     if report.passed:
-        return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in report.notes)])
+        notes = [*left_out(report), *report.notes]
+        return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in notes)])
     # As much of each section as fits; `to_dict` has all of it.
     faults = report.diagnosis.isolation.faults if report.diagnosis else ()
     sizes = [(shown, full) for shown in range(SHOWN, -1, -1) for full in (True, False)]
@@ -39,6 +40,11 @@ def report_text(report: "Report") -> str:
         lines = [line if len(line) <= COLUMNS else f"{line[: COLUMNS - 4]} ..." for line in lines if line]
     # Whatever the models are called: the beginning, and what to do next.
     return "\n".join([*lines[: SCREEN - LAST - 1], "  ...", *lines[-LAST:]] if len(lines) > SCREEN else lines)
+
+
+def left_out(report: "Report") -> list[str]:
+    """Settings that disagree and do not count, as the caller asked: agreement is not told without them."""
+    return [note for level in report.levels for note in level.notes if note.startswith("a setting is left out")]
 
 
 def rows(lines: Sequence[str]) -> int:

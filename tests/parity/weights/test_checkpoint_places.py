@@ -131,7 +131,7 @@ def test_a_folder_that_was_made_on_the_way_goes_again_unless_it_is_used(tmp_path
 
 def test_a_folder_that_cannot_be_written_into_leaves_nothing(tmp_path):
     code = """
-import os, sys, torch, parity
+import os, sys, torch, parity, parity.frameworks.torch
 os.chdir(sys.argv[1])
 if os.getuid() == 0:
     os.setgid(65534), os.setuid(65534)

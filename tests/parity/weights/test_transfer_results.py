@@ -280,7 +280,7 @@ def test_a_setting_that_may_disagree_is_left_out_of_the_verdict_and_said_so():
     assert done.notes[0].startswith(said)
     ids = np.array([[1, 2, 0], [4, 6, 3]], np.int32)
     report = parity.compare(*pair, ids, levels=["weights", "identical"], ignore=["words.padding_idx"])
-    assert report.passed and report.level("weights").notes[0].startswith(said)
+    assert report.passed and report.level("weights").notes[0].startswith(said) and said in str(report)
     # Another setting of the same layer still counts, and so does the same of another.
     pair[1].norm.epsilon = 1e-6
     failed = parity.transfer(*pair, ignore="*.padding_idx")
