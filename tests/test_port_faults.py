@@ -1310,7 +1310,8 @@ def test_E06_another_order_of_summation_is_no_fault():
         return x[..., :middle].sum(-1) + x[..., middle:].sum(-1)
 
     x, levels = normal(N, 64, 512), ("structure", "identical", "native")
-    both(halves, lambda x: halves(x) * (1 + 2**-20), lambda x: x.sum(-1), x, levels=levels, by="identical native")
+    # A running sum of 512 values is allowed to be 2**-20 off: from 2**-18 on the level `native` sees a factor.
+    both(halves, lambda x: halves(x) * (1 + 2**-18), lambda x: x.sum(-1), x, levels=levels, by="identical native")
     # One row alone and the same row in a batch.
     one_by_one = lambda x, w: jnp.stack([row[None] @ w for row in x])[:, 0]  # noqa: E731
     rows, w = normal(8, 512, name="rows"), normal(512, 16, name="w")
