@@ -13,6 +13,10 @@ import numpy as np
 from parity.dropout.masks import DropoutMasks, Place
 from parity.dropout.player import Player
 
+# Gets a module, its path in torch's words, and its call with arguments; returns what the caller gets.
+Around = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
+# Sends every call of a module of one model through such a function.
+Followed = Callable[[Around], contextlib.AbstractContextManager[None]]
 # Gets what draws a mask, its shape and the probability to keep; returns the mask.
 Draw = Callable[[Callable[[], Any], tuple[int, ...], Any], Any]
 
@@ -136,6 +140,51 @@ def drawing(draw: Draw, programs: Programs) -> Iterator[None]:
             yield
     finally:
         jax.random.bernoulli = original
+
+
+@contextlib.contextmanager
+def recording(masks: DropoutMasks, followed: Followed, kind_of: Callable[[Any], tuple[str, bool]]) -> Iterator[DropoutMasks]:
+    """Put every drop of a followed model on the record."""
+    frames = Frames()
+    draw, finish = recorded(masks, frames, kind_of)
+
+    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with frames.inside(path, module):
+            return call(*args, **kwargs)
+
+    with drawing(draw, frames.programs), followed(around):
+        yield masks
+    finish()
+
+
+@contextlib.contextmanager
+def replaying(
+    player: Player, followed: Followed, stock: Callable[[Any], bool], alone: Callable[[Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Let a followed model drop by given masks.
+
+    Args:
+        player: gives them.
+        followed: sends every call through a function.
+        stock: whether a module drops by Flax's own arithmetic.
+        alone: what a module without parameters returns, outside of its model, for an argument and keyword arguments.
+    """
+    frames = Frames(player)
+
+    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with frames.inside(path, module) as frame:
+            output = call(*args, **kwargs)
+            if stock(module) and len(frame.drawn) == 1:
+                place, mask, _ = frame.drawn[0]
+                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
+            problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
+            if problem:
+                player.tell(problem)
+        return output
+
+    with drawing(replayed(player, frames), frames.programs), followed(around):
+        yield
+    player.finish()
 
 
 def rate_of(keep: Any) -> float | None:

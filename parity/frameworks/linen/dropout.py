@@ -1,22 +1,20 @@
 """Drops of Linen models: on the record, and run with given masks."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
-from parity.frameworks.jax.dropout import Frames, drawing, factor_problem, recorded, replayed, torch_dropout
+from parity.frameworks.jax import dropout
+from parity.frameworks.jax.dropout import Around
 from parity.frameworks.linen.capture import words_of
 from parity.frameworks.linen.lifting import lifted_calls
 from parity.linen import Linen
-
-# Gets a module, its path in torch's words, and its call with arguments; returns what the caller gets.
-Around = Callable[[nn.Module, str, Callable[..., Any], Any, Any], Any]
 
 
 def modules_of(model: Linen) -> dict[str, str]:
@@ -74,41 +72,15 @@ def convolutional(model: Linen) -> bool:
     return any(kind.startswith("flax.linen.Conv") for part in model.structure.parts.values() for kind in part.kinds)
 
 
-@contextlib.contextmanager
-def recording(model: Linen) -> Iterator[DropoutMasks]:
+def recording(model: Linen) -> contextlib.AbstractContextManager[DropoutMasks]:
     """Put every drop of a model on the record; see `parity.record_dropout`."""
     masks = DropoutMasks("flax", modules_of(model), convolutional(model))
-    frames = Frames()
-    draw, finish = recorded(masks, frames, kind_of)
-
-    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with frames.inside(path, module):
-            return call(*args, **kwargs)
-
-    with drawing(draw, frames.programs), followed(model, around):
-        yield masks
-    finish()
+    return dropout.recording(masks, functools.partial(followed, model), kind_of)
 
 
-@contextlib.contextmanager
-def replaying(model: Linen, player: Player) -> Iterator[None]:
+def replaying(model: Linen, player: Player) -> contextlib.AbstractContextManager[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    frames = Frames(player)
-
-    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with frames.inside(path, module) as frame:
-            output = call(*args, **kwargs)
-            if stock(module) and len(frame.drawn) == 1:
-                place, mask, _ = frame.drawn[0]
-                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
-            problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
-            if problem:
-                player.tell(problem)
-        return output
-
-    with drawing(replayed(player, frames), frames.programs), followed(model, around):
-        yield
-    player.finish()
+    return dropout.replaying(player, functools.partial(followed, model), stock, alone)
 
 
 def alone(module: nn.Module, ones: Any, kwargs: Any) -> Any:

@@ -14,16 +14,14 @@ from flax import nnx
 from parity.dropout.keys import Stream
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
-from parity.frameworks.jax.dropout import Frames, drawing, factor_problem, recorded, replayed, torch_dropout
+from parity.frameworks.jax import dropout
+from parity.frameworks.jax.dropout import Around
 from parity.frameworks.nnx.leaves import kinds, walk
 
 # Each module of a model is told its path in an attribute meanwhile: that goes along into compiled functions and
 # gradients, where the module is another object.
 MARK = "_parity_dropout"
 CONTEXTS = itertools.count(1)
-
-# Gets a module, its path, and its call with arguments; returns what the caller gets.
-Around = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
 
 
 def module_paths(model: Any) -> list[tuple[str, Any]]:
@@ -132,40 +130,15 @@ def convolutional(model: Any) -> bool:
     return any(kind.startswith("flax.nnx.Conv") for _, module in module_paths(model) for kind in kinds(module))
 
 
-@contextlib.contextmanager
-def recording(model: Any) -> Iterator[DropoutMasks]:
+def recording(model: Any) -> contextlib.AbstractContextManager[DropoutMasks]:
     """Put every drop of a model on the record; see `parity.record_dropout`."""
-    masks, frames = DropoutMasks("flax", modules_of(model), convolutional(model)), Frames()
-    draw, finish = recorded(masks, frames, kind_of)
-
-    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with frames.inside(path, module):
-            return call(*args, **kwargs)
-
-    with drawing(draw, frames.programs), followed(model, around):
-        yield masks
-    finish()
+    masks = DropoutMasks("flax", modules_of(model), convolutional(model))
+    return dropout.recording(masks, functools.partial(followed, model), kind_of)
 
 
-@contextlib.contextmanager
-def replaying(model: Any, player: Player) -> Iterator[None]:
+def replaying(model: Any, player: Player) -> contextlib.AbstractContextManager[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    frames = Frames(player)
-
-    def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with frames.inside(path, module) as frame:
-            output = call(*args, **kwargs)
-            if stock(module) and len(frame.drawn) == 1:
-                place, mask, _ = frame.drawn[0]
-                return torch_dropout(jnp.asarray(args[0] if args else kwargs["inputs"]), place, mask)
-            problem = factor_problem(frames, path, args, output, lambda ones: alone(module, ones, kwargs))
-            if problem:
-                player.tell(problem)
-        return output
-
-    with drawing(replayed(player, frames), frames.programs), followed(model, around):
-        yield
-    player.finish()
+    return dropout.replaying(player, functools.partial(followed, model), stock, alone)
 
 
 def alone(module: Any, ones: Any, kwargs: Any) -> Any:
