@@ -155,7 +155,7 @@ def place(error: BaseException, path: Path | None = None) -> str:
 
 
 def run_declared(
-    case: Declared, levels: tuple[str, ...] | None = None, device: str = "cpu", seed: int | None = None, group: str = ""
+    case: Declared, levels: tuple[str, ...] | None = None, device: str = "cpu", seed: int | None = None
 ) -> CaseResult:
     """One case, whatever happens in it.
 
@@ -164,13 +164,11 @@ def run_declared(
         levels: instead of those that the case asks for.
         device: `cpu` or `gpu`.
         seed: instead of the one that the case asks for.
-        group: under which its row is counted; '' is the function's name.
     """
     start = time.perf_counter()
 
     def result(**found: Any) -> CaseResult:
-        name = group or case.function.__name__
-        return CaseResult(case.name, name, device, seconds=time.perf_counter() - start, **found)
+        return CaseResult(case.name, case.function.__name__, device, seconds=time.perf_counter() - start, **found)
 
     try:
         made = case.function(**case.arguments)
