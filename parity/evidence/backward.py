@@ -19,7 +19,7 @@ from parity.evidence.numerics import identity, semantics_bound, wide
 from parity.evidence.subject import Subject, arrays_of, as_call
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import NotComparableError, is_array, turned_back
-from parity.weights.pairing import Pair
+from parity.weights.pairs import Pair
 
 Arrays = Mapping[str, np.ndarray]
 

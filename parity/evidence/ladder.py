@@ -24,7 +24,7 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
-from parity.weights.pairing import Pair
+from parity.weights.pairs import Pair
 from parity.weights.paths import split
 
 # How many findings a result keeps: enough to see a pattern, few enough to read.

@@ -15,7 +15,8 @@ from parity.training.outcome import Drift, Training
 from parity.training.ports import Port, Taken
 from parity.training.statistics import Statistic
 from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair, Pairing
+from parity.weights.pairing import Pairing
+from parity.weights.pairs import Pair
 
 # What is left of a gradient that is zero in exact arithmetic, as a part of the largest gradient.
 NOISE = 1e-13

@@ -9,7 +9,8 @@ from typing import Any
 from parity import frameworks
 from parity.errors import InputError, TransferError, listed
 from parity.training.optimizers import KNOWN
-from parity.weights.pairing import Pair, pair
+from parity.weights.pairing import pair
+from parity.weights.pairs import Pair
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from parity.errors import InputError, TransferError, listed
 from parity.training.optimizers import SCALARS, TENSORS, Optimizer
 from parity.training.pairs import Matched, matched
 from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair
+from parity.weights.pairs import Pair
 
 Tensors = dict[str, dict[str, Any]]
 

@@ -20,7 +20,8 @@ from parity.weights.files import Tree, count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
 from parity.weights.leaf import DTYPES, Leaf, gathered
 from parity.weights.merging import Merged
-from parity.weights.pairing import Pair, Pairing, pair, room_of
+from parity.weights.pairing import Pairing, pair, room_of
+from parity.weights.pairs import Pair
 from parity.weights.plan import Unpaired, draft
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair
+from parity.weights.pairs import Pair
 
 
 @dataclass(frozen=True, eq=False)
