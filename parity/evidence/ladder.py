@@ -202,13 +202,13 @@ def judged(
     """
     native, wrong, results = wide(getattr(subject.torch_native, kind)[path]), np.zeros(oracle.shape, bool), []
     parts = alike(oracle) if scale is None else [...]
-    for part in subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts:
+    for number, part in enumerate(subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts):
         mine, theirs = actual[part], oracle[part]
         result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale))
         if second and not result.passed and np.isfinite(result.ratio):
             # This second look costs four runs, so it is taken only where the first one fails.
-            runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
-            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
+            own = subject.wide_noise(kind, path)[number]
+            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, own))
         results.append(result)
     return together(results), wrong
 
@@ -340,28 +340,29 @@ def imprecise(
     """What is wrong with the precision of one array, and its error over the allowed one."""
     [seen] = subject.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
     actual, oracle = actual[seen], oracle[seen]
-    runs, dtype = [getattr(run, kind)[path][seen] for run in subject.ensemble], subject.dtype
-    special = same_specials(actual, runs[0])
+    plain, dtype = getattr(subject.torch_native, kind)[path][seen], subject.dtype
+    special = same_specials(actual, plain)
     if not special.all():
         return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
-    result = precision(actual, runs, oracle, dtype, scale)
+    noise = subject.noise("ensemble", kind, path)
+    result = precision(actual, noise, oracle, dtype, scale)
     for more in ("shaken", "elementary", "elementary_more"):
         if result.passed:
             break
         # Where values cancel, jittered inputs do not show how much the roundings inside matter, nor do kernels that
         # round once at their end. Each look costs runs, so it is taken only where the one before it fails.
-        runs += [getattr(run, kind)[path][seen] for run in getattr(subject, more)]
-        result = precision(actual, runs, oracle, dtype, scale, last=more.startswith("elementary"))
+        noise = noise.joined(subject.noise(more, kind, path))
+        result = precision(actual, noise, oracle, dtype, scale, last=more.startswith("elementary"))
     ratio = max(result.max_ratio, result.rms_ratio)
     if result.passed:
         return [], ratio
-    atol = largest_gap(actual, runs[0])
+    atol = largest_gap(actual, plain)
     what = (
         f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
         f"the allowed, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
     )
     if kind == "outputs" and dtype in ("float32", "bfloat16"):
-        what += explained_by_flushing(subject, path, actual, runs, oracle, seen)
+        what += explained_by_flushing(subject, path, actual, noise, oracle, seen)
     return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
 
 

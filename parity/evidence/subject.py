@@ -13,7 +13,7 @@ import numpy as np
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.input_sets import one_call
-from parity.evidence.numerics import UNIT, finite_scale, jittered, wide
+from parity.evidence.numerics import UNIT, Noise, alike, finite_scale, jittered, largest_gap, noise_of, wide
 from parity.evidence.padding import Padding
 from parity.evidence.repeatability import refuse_flax, refuse_torch
 from parity.evidence.trees import flatten, mapped
@@ -256,6 +256,31 @@ class Subject:
     def shaken_wide(self) -> list[Evaluation]:
         """The same in float64: how well float64 knows the result."""
         return [self.torch_jittered(number, "float64", shake=True) for number in range(JITTERED_RUNS)]
+
+    # --- how far torch's own runs are apart ----------------------------------------------------
+
+    def noise(self, stage: str, kind: str, path: str) -> Noise:
+        """How far the runs of one stage are from the oracle in one array: `ensemble`, `shaken`, `elementary`, `elementary_more`.
+
+        Outputs are looked at in the parts that `alike` tells apart outside of padding, gradients whole.
+        """
+        oracle = wide(getattr(self.torch_wide, kind)[path])
+        [seen] = self.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
+        runs = [getattr(run, kind)[path][seen] for run in getattr(self, stage)]
+        return noise_of(runs, oracle[seen], alike(oracle[seen]) if kind == "outputs" else [...])
+
+    def wide_noise(self, kind: str, path: str) -> list[float]:
+        """How far torch's shaken float64 runs are from the oracle in one array, part by part."""
+        oracle = wide(getattr(self.torch_wide, kind)[path])
+        parts = self.padding.parts(path, oracle.shape, alike(oracle)) if kind == "outputs" else [...]
+        runs = [getattr(run, kind)[path] for run in self.shaken_wide]
+        return [max(largest_gap(run[part], oracle[part]) for run in runs) for part in parts]
+
+    def unsettled(self, side: str, path: str) -> np.ndarray:
+        """Where whole numbers that torch returns become others when roundings do; `side` is `wide` or `native`."""
+        runs = self.shaken_wide if side == "wide" else [*self.ensemble, *self.shaken]
+        plain = getattr(self, f"torch_{side}").outputs[path]
+        return np.logical_or.reduce([run.outputs[path] != plain for run in runs])
 
     def torch_jittered(self, number: int, dtype: str | None, *, shake: bool = False) -> Evaluation:
         """Torch on parameters and inputs that are moved by at most half an ulp of the dtype; results too if asked."""
