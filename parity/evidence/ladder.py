@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import (
@@ -74,7 +74,10 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
             continue
         findings += compare_kind(where, expected[path], actual[path])
     findings += [Finding("", sentence) for sentence in subject.dropping or ()]
-    bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    try:
+        bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    except NotRecordedError as error:
+        bad, notes = [], [f"bad inputs were not tried: {error}"]
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
     figures = {"outputs": len(expected)} | ({"trees differ": True} if set(expected) != set(actual) else {})
@@ -112,8 +115,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         return [], ["bad inputs were not tried: the torch model cannot run on shapes alone"]
     findings, notes = [], []
     for what, call, soft in spoiled(subject):
-        # On shapes alone torch does not notice that dtypes do not fit.
-        expected = torch_outcome(subject, call) if soft else subject.torch.raises(subject.torch_model, call)
+        expected = torch_outcome(subject, call, soft)
         actual = subject.flax.raises(subject.flax_model, call)
         if isinstance(expected, str) == isinstance(actual, str) and (isinstance(expected, str) or expected == actual):
             continue
@@ -128,11 +130,16 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
     return findings, notes
 
 
-def torch_outcome(subject: Subject, call: Call) -> str | tuple[tuple[int, ...], ...]:
-    """What the torch model does with arguments, by running it: the error, or the shapes of its outputs."""
+def torch_outcome(subject: Subject, call: Call, soft: bool) -> Any:
+    """What the torch model does with arguments: the error, or the shapes of its outputs."""
+    # On shapes alone torch does not notice that dtypes do not fit.
+    if not soft:
+        return subject.torch.raises(subject.torch_model, call)
     try:
         with subject.torch.pinned():
             outputs = subject.torch.evaluate(subject.torch_model, call).outputs
+    except NotRecordedError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return tuple(array.shape for array in outputs.values() if isinstance(array, np.ndarray))

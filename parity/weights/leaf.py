@@ -108,6 +108,7 @@ class Leaf:
         merged: paths of the arrays that it is computed from, if the model has no such array itself.
         loose: whether it may stay without counterpart, because it may be a constant that the model computed.
         new: whether it lies in a file that is still to be made, so that nothing stands in its place.
+        digest: of the whole array, where that is all that is known of its values.
     """
 
     path: str
@@ -130,6 +131,7 @@ class Leaf:
     merged: tuple[str, ...] = ()
     loose: bool = False
     new: bool = False
+    digest: str = ""
 
     @property
     def array_path(self) -> str:
@@ -187,6 +189,7 @@ class Layer:
         own_path: dotted path in the framework's own words.
         also: as of a leaf.
         by_name: as of a leaf; then it has no settings.
+        named: the names of its settings, those of layers inside left out.
     """
 
     path: str
@@ -195,6 +198,7 @@ class Layer:
     own_path: str = ""
     also: tuple[str, ...] = ()
     by_name: bool = False
+    named: Callable[[], list[str]] = field(default=list, compare=False, repr=False)
 
 
 def gathered(arrays: Iterable[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
