@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from parity.bundles.encoding import Encoder, digest
+from parity.bundles.encoding import Encoder
 from parity.evidence.calls import Call
+from parity.weights.leaf import digest
 
 # Functions of a room that compute: their answers are kept. `capture` follows from `observe`.
 ASKED = ("evaluate", "observe", "raises", "output_dtypes", "lookups", "observe_backward")
@@ -56,7 +57,8 @@ class Questions:
         """A word for the arguments of a model."""
         held = self.calls.get(id(call))
         if held is None or held[0] is not call:
-            told = self.spoken([call.args, dict(call.kwargs), sorted(call.castable)])
+            # Which of its arrays are values does not count: that is for the model to say.
+            told = self.spoken([call.args, dict(call.kwargs)])
             self.calls[id(call)] = held = call, key_of(told)
         return held[1]
 

@@ -1,7 +1,6 @@
 """Values of a recording as JSON, with its arrays apart: nothing that is read back can be run."""
 
 import functools
-import hashlib
 import inspect
 import math
 from collections import namedtuple
@@ -15,7 +14,8 @@ from parity.errors import InputError
 from parity.evidence.calls import Abstract, Call, Evaluation, ModuleCall
 from parity.evidence.faults import SourceLine
 from parity.evidence.numerics import Noise
-from parity.weights.leaf import DTYPES
+from parity.evidence.sampling import Sample, sample
+from parity.weights.leaf import DTYPES, digest
 
 # Marks an object that stands for something that JSON has no form for.
 MARK = "~"
@@ -23,13 +23,6 @@ MARK = "~"
 KNOWN: dict[str, Any] = {cls.__name__: cls for cls in (Abstract, Call, Evaluation, ModuleCall, SourceLine, Noise)}
 # Complex numbers of 128 bits have no name in the file format: their halves lie side by side.
 HALVES = np.dtype("complex128")
-
-
-def digest(array: np.ndarray) -> str:
-    """What two arrays share exactly if they have the same shape, dtype and bits, for all that anyone can tell."""
-    told = hashlib.blake2b(f"{array.dtype} {array.shape} ".encode(), digest_size=16)
-    told.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return told.hexdigest()
 
 
 class Other:
@@ -46,19 +39,6 @@ class Other:
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"
-
-
-class Sample(np.ndarray):
-    """Some values of an array, at places that its shape alone decides.
-
-    Attributes:
-        whole: the shape of the array.
-    """
-
-    whole: tuple[int, ...]
-
-    def __array_finalize__(self, origin: Any) -> None:
-        self.whole = getattr(origin, "whole", ())
 
 
 class Encoder:
@@ -126,9 +106,7 @@ def decoded(value: Any, arrays: Callable[[str], np.ndarray]) -> Any:
         found = arrays(inner)
         return np.asarray(found[..., 0] + 1j * found[..., 1]) if value.get("halves") else found
     if mark == "sample":
-        sample = np.asarray(decoded(inner, arrays)).view(Sample)
-        sample.whole = tuple(value["whole"])
-        return sample
+        return sample(np.asarray(decoded(inner, arrays)), tuple(value["whole"]))
     if mark == "float":
         return float(inner)
     if mark == "other":
@@ -148,7 +126,7 @@ def decoded(value: Any, arrays: Callable[[str], np.ndarray]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def named(kind: str, names: tuple[str, ...]) -> Any:
-    return namedtuple(kind, names)  # noqa: PYI024 - its fields are known only now
+    return namedtuple(kind, names)
 
 
 @functools.lru_cache(maxsize=256)

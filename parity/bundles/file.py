@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from parity.bundles.encoding import MARK, decoded, digest
+from parity.bundles.encoding import MARK, decoded
 from parity.errors import InputError, first_line, listed
 from parity.weights.files import Slot, beside, once
-from parity.weights.leaf import Leaf
+from parity.weights.leaf import Leaf, digest
 from parity.weights.safetensors_file import tensors
 from parity.weights.safetensors_file import write as write_tensors
 
@@ -85,7 +85,9 @@ class Bundle:
     @property
     def told(self) -> str:
         """Where it comes from, in a few words."""
-        versions = [f"{name} {self.facts['environment'][name]}" for name in ("torch", "flax") if name in self.facts["environment"]]
+        versions = [
+            f"{name} {self.facts['environment'][name]}" for name in ("torch", "flax") if name in self.facts["environment"]
+        ]
         return f"{self.path.name}, recorded {self.facts['made']} with {' and '.join(versions)}"
 
 

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,20 +12,22 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Recording
-from parity.bundles.encoding import Encoder, digest, setting
+from parity.bundles.encoding import Encoder, setting
 from parity.bundles.file import KEEPS, place_problems, write
-from parity.bundles.sampling import shortened
 from parity.errors import InputError, listed
+from parity.evidence.calls import Evaluation, ModuleCall
 from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, given_sets
 from parity.evidence.ladder import spoiled, torch_outcome
 from parity.evidence.padding import Padding
 from parity.evidence.repeatability import refuse_flax
+from parity.evidence.sampling import sampled
 from parity.evidence.subject import Subject, argument_problems, as_call, plain_masks
+from parity.evidence.trees import mapped
 from parity.evidence.unseen import unseen_parameters
 from parity.evidence.wiring import find_probe
 from parity.frameworks import describe, owner
-from parity.weights.leaf import Layer, Leaf
+from parity.weights.leaf import Layer, Leaf, digest
 
 # Further runs of torch by which its noise is measured; the first of them is the ensemble.
 STAGES = ("ensemble", "shaken", "elementary", "elementary_more")
@@ -223,6 +226,10 @@ def flax_side(side: OneSide, keep: str) -> None:
     if cotangents is not None:
         quietly(lambda: room.evaluate(model, call, cotangents=cotangents))
         quietly(lambda: room.evaluate(model, call, dtype="float64", cotangents=cotangents, quick=True))
+        if keep == "all":
+            moved: Any = side.off_ties
+            quietly(lambda: room.evaluate(model, moved.call, cotangents=cotangents))
+            quietly(lambda: room.evaluate(model, moved.call, dtype="float64", cotangents=cotangents, quick=True))
     if keep != "digests":
         quietly(lambda: room.observe(model, call, dtype="float64"))
 
@@ -305,7 +312,7 @@ def layer(one: Layer, encoder: Encoder) -> dict[str, Any]:
     for name in one.named():
         try:
             value = one.settings(name)
-        except Exception:  # noqa: S112 - a property that cannot be computed is no setting
+        except Exception:
             continue
         # What is not there reads as None.
         if (told := setting(value, encoder)) is not None:
@@ -324,5 +331,18 @@ def answer(told: Mapping[str, Any], encoder: Encoder, keep: str) -> dict[str, An
     """An answer as JSON, with as much of its arrays as is to be kept."""
     if "raises" in told:
         return {**told, **({"watcher": encoder.encoded(told["watcher"])} if "watcher" in told else {})}
-    short = shortened(told["returns"], keep)
+    short = told["returns"] if keep == "all" else shortened(told["returns"])
     return {name: encoder.encoded(short if name == "returns" else told[name]) for name in told}
+
+
+def shortened(value: Any) -> Any:
+    """An answer without gradients, and with some values of what modules took and returned; outputs of the model stay whole."""
+    if isinstance(value, Evaluation):
+        return replace(value, gradients={})
+    if isinstance(value, list) and value and all(isinstance(one, ModuleCall) for one in value):
+        return [replace(one, args=short(one.args), kwargs=short(dict(one.kwargs)), output=short(one.output)) for one in value]
+    return value
+
+
+def short(tree: Any) -> Any:
+    return mapped(lambda _, leaf: sampled(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Questions
-from parity.bundles.encoding import MARK
 from parity.bundles.file import Bundle
 from parity.errors import NotRecordedError
 from parity.evidence.calls import Call, Captured, Evaluation, ModuleCall
@@ -100,7 +99,9 @@ class Recorded(Tree):
 
     @cached_property
     def every_layer(self) -> list[Layer]:
-        own = {told["path"]: {name: self.bundle.value(v) for name, v in told["settings"]} for told in self.bundle.facts["layers"]}
+        own = {
+            told["path"]: {name: self.bundle.value(v) for name, v in told["settings"]} for told in self.bundle.facts["layers"]
+        }
 
         def reader(path: str) -> Any:
             def read(name: str) -> Any:
@@ -174,7 +175,7 @@ class Recorded(Tree):
         told = self.bundle.facts["answers"].get(self.questions.asked(name, call, rest, options, watcher))
         if told is None:
             what = TOLD.get(name, "such runs")
-            raise NotRecordedError(f"{self.bundle.path.name} does not hold {what}: that needs both frameworks in one place")
+            raise NotRecordedError(f"{self.bundle.path.name} does not hold {what}: for that both frameworks are needed")
         for of, value in (self.bundle.value(told["watcher"]) if "watcher" in told else {}).items():
             setattr(watcher, of, value)
         if "raises" in told:
@@ -234,7 +235,7 @@ class Recorded(Tree):
 
         def missing(*args: Any, **kwargs: Any) -> Any:
             raise NotRecordedError(
-                f"{self.bundle.path.name} cannot run its model on other numbers ({name}): that needs both frameworks in one place"
+                f"{self.bundle.path.name} cannot run its model on other numbers ({name}): for that both frameworks are needed"
             )
 
         return missing

@@ -10,7 +10,6 @@ import numpy as np
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.errors import InputError, NotRecordedError, listed
-from parity.evidence.calls import Evaluation
 from parity.evidence.compare import checked_levels, checked_modes, climb
 from parity.evidence.input_sets import InputSet, climbed
 from parity.evidence.notes import Note
@@ -73,11 +72,11 @@ def check_model(bundle: Bundle, model: Any) -> None:
         InputError: it is none.
     """
     room, wanted = owner(model), OTHER[bundle.side]
-    if room is None or not room.is_model(model) or room.NAME != wanted:
+    if room is None or not room.is_model(model) or wanted != room.NAME:
         kinds = {"torch": "a torch.nn.Module", "flax": "a flax.nnx.Module or a parity.Linen"}
         raise InputError(
             f"{bundle.path} was recorded from {kinds[bundle.side]}; replay it against {kinds[wanted]}, got {describe(model)}"
-            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and room.NAME != wanted else "")
+            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and wanted != room.NAME else "")
         )
 
 
@@ -95,7 +94,11 @@ def replayed(
     Args:
         sides: `torch` and `flax`, each a `Recorded` or a model.
         levels: to climb.
-        modes: as in `replay`, and so the rest.
+        modes: as in `replay`.
+        rename: as in `replay`.
+        ignore: as in `replay`.
+        strict: as in `replay`.
+        diagnose: as in `replay`.
     """
     bundles = [one.bundle for one in sides.values() if isinstance(one, Recorded)]
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -138,9 +141,12 @@ class Replayed(Subject):
         self.padding = Padding(self.source.bundle.value(told["padding mask"]))
         self.seed, self.gradients, self.native_gradients = facts["seed"], facts["gradients"], facts["gradients"]
         self.pins_checked, self.not_differentiable, self.dropping = False, {}, None
+        self.sampled = facts["keep"] != "all"
         self.unavailable = self.levels_without_a_recording(facts)
         self.torch_model, self.flax_model = sides["torch"], sides["flax"]
-        self.torch, self.flax = (side if isinstance(side, Recorded) else owner(side) for side in (sides["torch"], sides["flax"]))
+        self.torch, self.flax = (
+            side if isinstance(side, Recorded) else owner(side) for side in (sides["torch"], sides["flax"])
+        )
         if "flax" not in self.recorded:
             self.flax_model = self.flax.with_call(self.flax_model, self.call)
         problems = [
@@ -160,8 +166,8 @@ class Replayed(Subject):
         name, found = self.source.bundle.path.name, {}
         if not facts["gradients"]:
             found["gradients"] = f"{name} was recorded without gradients"
-        elif facts["keep"] == "digests":
-            found["gradients"] = f"{name} keeps digests of gradients; record with keep='all' or keep='summaries'"
+        elif facts["keep"] != "all":
+            found["gradients"] = f"{name} keeps {facts['keep']}, without gradients; record with keep='all'"
         return found
 
     def told(self, report: Report) -> tuple[Note, ...]:

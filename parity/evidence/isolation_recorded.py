@@ -1,4 +1,4 @@
-"""Pairs of which Flax's side was recorded: torch's module is run alone on what Flax's module took, and must return what that did.
+"""Pairs of which Flax's side was recorded: torch's module is run alone on what Flax's took, and must return what that did.
 
 In `isolation` it is the other way round. Either way each is judged for itself, and either way torch's module can
 be run again under a hypothesis, so that the diagnosis is the same.
@@ -24,7 +24,13 @@ Answered = Mapping[str, list[tuple[ModuleCall, Any]]]
 
 
 def isolator_of(subject: Subject) -> Isolator:
-    """What runs the pairs of two models alone, as far as they can be run."""
+    """What runs the pairs of two models alone, as far as they can be run.
+
+    Raises:
+        NotRecordedError: of a recorded side too little is known.
+    """
+    if subject.sampled:
+        raise NotRecordedError("modules cannot be run alone: the bundle does not keep all that they take and return")
     return TorchIsolator(subject) if "flax" in subject.recorded else Isolator(subject)
 
 
@@ -45,7 +51,7 @@ class TorchIsolator(Isolator):
         trial.replies = replies(answers)
         trial.free = tuple(name for name, _ in self.below(one) if name not in answers)
         self.fed = {call.key: call for calls in plain[1].values() for call, _ in calls}
-        outputs = {path: leaf for path, leaf in flatten(own.output, is_array)}
+        outputs = dict(flatten(own.output, is_array))
         self.collect(trial, Alone(outputs, self.given_below(one, answers)), wide[1])
         return trial
 
@@ -126,7 +132,7 @@ class TorchIsolator(Isolator):
             raise NotComparableError(
                 f"called alone as Flax's module was called, torch raises {type(error).__name__}: {first_line(error)}"
             ) from error
-        output = mapped(lambda path, leaf: run.outputs.get(path, leaf), one.output)
+        output = mapped(run.outputs.get, one.output)
         below = {
             name: [(fed(call, run, name, number), reply) for number, (call, reply) in enumerate(calls)]
             for name, calls in answers.items()
@@ -156,7 +162,5 @@ def narrowed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def fed(call: ModuleCall, run: Alone, name: str, number: int) -> ModuleCall:
     """A call of a module below with what it is given in another run."""
-    args, kwargs = mapped(
-        lambda path, leaf: run.given.get((name, number, spoken(path)), leaf), (call.args, dict(call.kwargs))
-    )
+    args, kwargs = mapped(lambda path, leaf: run.given.get((name, number, spoken(path)), leaf), (call.args, dict(call.kwargs)))
     return replace(call, args=args, kwargs=kwargs)

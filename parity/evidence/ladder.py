@@ -1,6 +1,7 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
+from parity.weights.leaf import DTYPES, digest
 from parity.weights.pairing import Pair
 from parity.weights.paths import split
 
@@ -38,6 +40,10 @@ def weights(subject: Subject) -> LevelResult:
     findings += [Finding("", sentence, {"setting": True}) for sentence in pairing.settings]
     size = 0
     for p in pairing.pairs:
+        if p.source.digest or p.target.digest:
+            finding, bytes_read = by_digest(p)
+            findings, size = findings + finding, size + bytes_read
+            continue
         expected, back = p.source.read(), p.layout.inverse().apply(p.target.read())
         size += expected.nbytes
         if expected.dtype != back.dtype:
@@ -60,6 +66,28 @@ def weights(subject: Subject) -> LevelResult:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
     return verdict("weights", findings, summary, figures, notes)
+
+
+def by_digest(p: Pair) -> tuple[list[Finding], int]:
+    """Whether two arrays are bit-equal of which one is known by its digest alone, or both, and how many bytes they have.
+
+    Raises:
+        NotRecordedError: a part of an array, or an array in another layout, has no digest of its own.
+    """
+    mine, theirs, back = p.source.digest, p.target.digest, p.layout.inverse()
+    if p.source.part or p.target.part or (mine and theirs and back.name != "as is"):
+        raise NotRecordedError(
+            f"{p.source.path} and {p.target.path} cannot be told by digests, since one is laid out otherwise; "
+            "record with keep='all'"
+        )
+    found, known = mine, theirs
+    if not theirs:
+        known = digest(np.asarray(back.apply(p.target.read())))
+    elif not mine:
+        found = digest(np.asarray(p.layout.apply(p.source.read())))
+    size = math.prod(p.source.shape) * DTYPES[p.source.dtype].itemsize
+    what = f"differs from {p.target.path} in some bits: a bundle knows one of them by its digest alone"
+    return ([] if found == known else [Finding(p.source.path, what)]), size
 
 
 def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> LevelResult:

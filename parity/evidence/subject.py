@@ -52,6 +52,8 @@ class Subject:
 
     # The sides that are read from a bundle.
     recorded: frozenset[str] = frozenset()
+    # Whether only some values of what modules took and returned are known.
+    sampled = False
 
     def __init__(
         self,
@@ -267,8 +269,9 @@ class Subject:
     # --- how far torch's own runs are apart ----------------------------------------------------
 
     def noise(self, stage: str, kind: str, path: str) -> Noise:
-        """How far the runs of one stage are from the oracle in one array: `ensemble`, `shaken`, `elementary`, `elementary_more`.
+        """How far torch's runs of one stage are from the oracle in one array.
 
+        The stages are `ensemble`, `shaken`, `elementary` and `elementary_more`, in the order in which they are asked.
         Outputs are looked at in the parts that `alike` tells apart outside of padding, gradients whole.
         """
         oracle = wide(getattr(self.torch_wide, kind)[path])

@@ -91,9 +91,7 @@ def is_denormal(array: np.ndarray) -> np.ndarray:
     return (np.abs(array) < smallest) & (array != 0)
 
 
-def explained_by_flushing(
-    subject: Subject, path: str, actual: np.ndarray, noise: Noise, oracle: np.ndarray, seen: Any
-) -> str:
+def explained_by_flushing(subject: Subject, path: str, actual: np.ndarray, noise: Noise, oracle: np.ndarray, seen: Any) -> str:
     """The end of a sentence about an imprecise output, if it is precise once torch flushes denormal numbers too."""
     with subject.torch.pinned(), subject.torch.flushing() as possible:
         if not possible:
