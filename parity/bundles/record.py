@@ -59,9 +59,9 @@ def record(
         args: positional arguments: tensors, arrays or NumPy; or one `InputSet`, or one list of them. Every set is recorded.
         path: of the file, which ends in .safetensors; an existing one is replaced once the new one is whole.
         kwargs: keyword arguments.
-        keep: `all`; `summaries` keeps parameters as digests, and of what modules return and of gradients some values of each
-            array, so that levels and the trace still tell, and modules are not run alone; `digests` keeps arguments and
-            outputs alone, and of all else digests, for `parity.bundle_diff`.
+        keep: `all`; `summaries` keeps the digests of parameters, and of gradients and of what modules take and return 512
+            values of each array: the trace still tells, but modules are not run alone and gradients are not judged by a
+            replay; `digests` keeps nothing of modules and gradients. Arguments and outputs are whole in each.
         seed: of cotangents, probes and jitter; a replay uses the same.
         gradients: whether gradients are recorded.
         padding_mask: as in `parity.compare`.
@@ -331,14 +331,14 @@ def answer(told: Mapping[str, Any], encoder: Encoder, keep: str) -> dict[str, An
     """An answer as JSON, with as much of its arrays as is to be kept."""
     if "raises" in told:
         return {**told, **({"watcher": encoder.encoded(told["watcher"])} if "watcher" in told else {})}
-    short = told["returns"] if keep == "all" else shortened(told["returns"])
+    short = told["returns"] if keep == "all" else shortened(told["returns"], keep)
     return {name: encoder.encoded(short if name == "returns" else told[name]) for name in told}
 
 
-def shortened(value: Any) -> Any:
-    """An answer without gradients, and with some values of what modules took and returned; outputs of the model stay whole."""
+def shortened(value: Any, keep: str) -> Any:
+    """An answer with some values of its gradients, if any, and of what modules took and returned; outputs stay whole."""
     if isinstance(value, Evaluation):
-        return replace(value, gradients={})
+        return replace(value, gradients=short(value.gradients) if keep == "summaries" else {})
     if isinstance(value, list) and value and all(isinstance(one, ModuleCall) for one in value):
         return [replace(one, args=short(one.args), kwargs=short(dict(one.kwargs)), output=short(one.output)) for one in value]
     return value

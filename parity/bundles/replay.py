@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.bundles.answers import Questions
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.errors import InputError, NotRecordedError, listed
@@ -114,9 +115,29 @@ def replayed(
 
 
 def sets_of(bundles: list[Bundle]) -> list[InputSet]:
-    """The recorded input sets, by name; of two bundles, which must have recorded the same."""
-    first = bundles[0]
-    return [InputSet(told["name"], told["shows"], (), {}) for told in first.facts["sets"]]
+    """The recorded input sets, by name."""
+    return [InputSet(told["name"], told["shows"], (), {}) for told in bundles[0].facts["sets"]]
+
+
+def told_apart(one: Bundle, other: Bundle) -> list[str]:
+    """Why two recordings are not of one comparison; one sentence each."""
+    found = []
+    if one.facts["seed"] != other.facts["seed"]:
+        found.append(f"they have seeds {one.facts['seed']} and {other.facts['seed']}; record both with one seed")
+    mine, theirs = ({told["name"]: told for told in bundle.facts["sets"]} for bundle in (one, other))
+    if list(mine) != list(theirs):
+        found.append(
+            f"they have the input sets {', '.join(map(repr, mine))} and {', '.join(map(repr, theirs))}; record the same"
+        )
+    asked = Questions()
+    for name in [name for name in mine if name in theirs]:
+        place = f" of the input set {name!r}" if name else ""
+        calls = [bundle.value(sets[name]["call"]) for bundle, sets in ((one, mine), (other, theirs))]
+        if asked.of_call(calls[0]) != asked.of_call(calls[1]):
+            found.append(f"the arguments{place} are not the same; record both on the same ones")
+        if asked.spoken(one.value(mine[name]["padding mask"])) != asked.spoken(other.value(theirs[name]["padding mask"])):
+            found.append(f"the padding masks{place} are not the same; record both with the same one")
+    return found
 
 
 class Replayed(Subject):
@@ -134,15 +155,7 @@ class Replayed(Subject):
 
     def __init__(self, sides: Mapping[str, Any], one: InputSet, rename: Mapping[str, str] | None, ignore: tuple[str, ...]):
         self.recorded = frozenset(name for name, side in sides.items() if isinstance(side, Recorded))
-        self.source: Recorded = next(side for side in sides.values() if isinstance(side, Recorded))
-        facts = self.source.bundle.facts
-        told = next(told for told in facts["sets"] if told["name"] == one.name)
-        self.call = self.source.bundle.value(told["call"])
-        self.padding = Padding(self.source.bundle.value(told["padding mask"]))
-        self.seed, self.gradients, self.native_gradients = facts["seed"], facts["gradients"], facts["gradients"]
-        self.pins_checked, self.not_differentiable, self.dropping = False, {}, None
-        self.sampled = facts["keep"] != "all"
-        self.unavailable = self.levels_without_a_recording(facts)
+        self.open(*(side for side in sides.values() if isinstance(side, Recorded)), one=one)
         self.torch_model, self.flax_model = sides["torch"], sides["flax"]
         self.torch, self.flax = (
             side if isinstance(side, Recorded) else owner(side) for side in (sides["torch"], sides["flax"])
@@ -161,22 +174,33 @@ class Replayed(Subject):
             *(self.torch_model, self.flax_model), rename=rename, ignore=ignore, names=(NAMES["torch"], NAMES["flax"])
         )
 
-    def levels_without_a_recording(self, facts: Mapping[str, Any]) -> dict[str, str]:
-        """Why a level cannot be climbed, by its name."""
-        name, found = self.source.bundle.path.name, {}
-        if not facts["gradients"]:
-            found["gradients"] = f"{name} was recorded without gradients"
-        elif facts["keep"] != "all":
-            found["gradients"] = f"{name} keeps {facts['keep']}, without gradients; record with keep='all'"
-        return found
+    def open(self, *sources: Recorded, one: InputSet) -> None:
+        """Take from the recordings what both sides were given, and what they allow."""
+        bundles = [source.bundle for source in sources]
+        first = bundles[0]
+        self.bundles = bundles
+        told = next(told for told in first.facts["sets"] if told["name"] == one.name)
+        self.call = first.value(told["call"])
+        self.padding = Padding(first.value(told["padding mask"]))
+        self.seed, self.gradients = first.facts["seed"], all(bundle.facts["gradients"] for bundle in bundles)
+        self.sampled = any(bundle.facts["keep"] != "all" for bundle in bundles)
+        self.pins_checked, self.not_differentiable, self.dropping = False, {}, None
+        self.unavailable = {}
+        for bundle in bundles:
+            if not bundle.facts["gradients"]:
+                self.unavailable["gradients"] = f"{bundle.path.name} was recorded without gradients"
+            elif bundle.facts["keep"] != "all":
+                kept = bundle.facts["keep"]
+                self.unavailable["gradients"] = f"{bundle.path.name} keeps {kept}, without gradients; record with keep='all'"
+        self.native_gradients = self.gradients
 
     def told(self, report: Report) -> tuple[Note, ...]:
         """Where the recorded side comes from, and what a failure could not be asked about."""
-        sides = " and ".join("expected (torch)" if name == "torch" else "actual (flax)" for name in sorted(self.recorded)[::-1])
-        text = f"{sides} is read from {self.source.bundle.told}"
+        names = {"torch": "expected (torch)", "flax": "actual (flax)"}
+        text = "; ".join(f"{names[bundle.side]} is read from {bundle.told}" for bundle in self.bundles)
         if not report.passed and "torch" in self.recorded:
             text += "; causes inside torch's code were not tried, for it cannot be run: parity.compare tries them"
-        return (Note("recorded", "", text, {"keeps": self.source.bundle.facts["keep"]}),)
+        return (Note("recorded", "", text, {"keeps": [bundle.facts["keep"] for bundle in self.bundles]}),)
 
     # --- what is read in place of a run -------------------------------------------------------
 

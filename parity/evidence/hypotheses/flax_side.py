@@ -129,7 +129,7 @@ def cause(one: Try, suspect: Suspect, gone: Mapping[Place, float]) -> Cause:
     """A try that explains something."""
     before = max(suspect.before[place] for place in gone)
     places, complete = tuple(map(str, gone)), len(gone) == len(suspect.differing)
-    return Cause(one.name, suspect.path, one.what, one.change, before, max(gone.values()), places, complete)
+    return Cause(one.name, suspect.path, one.what, one.change, before, max(gone.values()), places, complete, "flax")
 
 
 def cause_of(setting: str) -> str:
