@@ -3,6 +3,9 @@
 Importing this package loads neither framework.
 """
 
+from parity.bundles.difference import bundle_diff as bundle_diff
+from parity.bundles.record import record as record
+from parity.bundles.replay import replay as replay
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair

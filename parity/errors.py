@@ -45,6 +45,10 @@ class MissingFrameworkError(ParityError, ImportError):
     """The call needs a framework that is not installed."""
 
 
+class NotRecordedError(ParityError):
+    """A bundle does not hold what was asked of the side that it stands for."""
+
+
 class DivergenceError(ParityError, AssertionError):
     """Two models, or two sets of arrays, are not the same."""
 

@@ -19,11 +19,13 @@ class Call:
         kwargs: keyword arguments likewise.
         castable: paths of the floating point arrays that carry values, not masks: they take
             on the dtype of a run and get gradients.
+        masks: paths of the arguments that the model calls masks.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     castable: frozenset[str] = frozenset()
+    masks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from parity.errors import InputError, raised, users_line
+from parity.errors import InputError, NotRecordedError, raised, users_line
 from parity.evidence.backward import isolate_backward
 from parity.evidence.diagnose import diagnose_subject
 from parity.evidence.dropping import replayed
@@ -163,6 +163,8 @@ def climb(
     for level in levels:
         if level == "wiring" and subject.dropping is not None:
             results.append(LevelResult(level, "not run", "the models drop: compare them in eval mode for this level"))
+        elif level in subject.unavailable:
+            results.append(LevelResult(level, "not run", subject.unavailable[level]))
         elif refused and level != "weights":
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
@@ -232,6 +234,8 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
         return CLIMB[level](subject, **options)
     except InputError:
         raise
+    except NotRecordedError as error:
+        return LevelResult(level, "not run", str(error))
     except Exception as error:
         return LevelResult(level, "not run", raised(error))
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from parity.errors import InputError, first_line
 from parity.evidence.faults import Cause, Diagnosis
+from parity.evidence.hypotheses.flax_side import FlaxSearch
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
-from parity.evidence.isolation import Isolator
+from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
@@ -71,7 +72,9 @@ def diagnose(
 
 def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
     """`diagnose` for models that are already checked."""
-    isolator = Isolator(subject)
+    isolator = isolator_of(subject)
+    # Where torch's module cannot be run, Flax's is.
+    search_of: Any = FlaxSearch if "torch" in subject.recorded else Search
     isolation = named(isolator, isolator.run())
     causes: list[Cause] = []
     unexplained, tried, notes = [], 0, list[str]()
@@ -80,7 +83,7 @@ def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
     for number, (fault, trial) in enumerate(zip(isolation.faults, trials, strict=True)):
         if trial is None or trial.error:
             continue
-        search = Search(Suspect(isolator, trial), max(end - time.monotonic(), 0.0) / (len(trials) - number))
+        search = search_of(Suspect(isolator, trial), max(end - time.monotonic(), 0.0) / (len(trials) - number))
         found = search.run()
         tried += search.tried
         causes += found
@@ -95,7 +98,7 @@ def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
     isolation, unseen = with_unseen(isolator, isolation)
     causes += unseen
-    if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
+    if not subject.recorded and not causes and all(fault.ratio < FAINT for fault in isolation.faults):
         # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
         native, losses = diagnose_precision(subject)
         if losses or isolation.passed:

@@ -173,6 +173,7 @@ class Cause:
         after: what is left of it when torch's module does the same.
         explains: the places whose difference is gone.
         complete: whether nothing else differs in that module.
+        tried_on: whose module was run again to see; Flax's where torch's is read from a bundle.
     """
 
     hypothesis: str
@@ -183,6 +184,7 @@ class Cause:
     after: float
     explains: tuple[str, ...]
     complete: bool
+    tried_on: Literal["torch", "flax"] = "torch"
 
 
 @dataclass(frozen=True)

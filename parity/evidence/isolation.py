@@ -184,15 +184,22 @@ class Isolator:
         self.collect(trial, run, answering)
         return trial
 
-    def run_flax(self, trial: Trial, replies: Mapping[str, list[Any]], **changes: Any) -> Alone:
-        """The Flax module of a trial alone."""
+    def run_flax(
+        self,
+        trial: Trial,
+        replies: Mapping[str, list[Any]],
+        *,
+        weights: Mapping[str, np.ndarray] | None = None,
+        **changes: Any,
+    ) -> Alone:
+        """The Flax module of a trial alone, with some of its arrays exchanged if asked."""
         given = trial.partner.path, trial.args, trial.kwargs, replies
         return self.subject.flax.alone(
             self.subject.flax_model,
             *given,
             dtype=self.dtype,
             quick=self.dtype is not None,
-            weights=self.torchs_inside(replies),
+            weights={**self.torchs_inside(replies), **(weights or {})},
             **changes,
         )
 
@@ -313,11 +320,16 @@ class Isolator:
         blank = self.subject.padding.blank
         trial.expected, trial.noise, trial.actual = blank(trial.expected), blank(trial.noise), blank(trial.actual)
 
+    def plain_call(self, call: ModuleCall) -> ModuleCall | None:
+        """A call of torch's in the dtype of the model; None if it was not made there."""
+        return self.plain.get(call.key)
+
     def collect_given(self, trial: Trial, run: Alone, name: str, number: int, call: ModuleCall) -> None:
         """What the module gives one call of a child, on both sides."""
         rule = trial.child_rules[name] = self.rule(name)
         mine = by_argument(call, rule)
-        plain = by_argument(self.plain[call.key], rule) if call.key in self.plain else {}
+        noted = self.plain_call(call)
+        plain = by_argument(noted, rule) if noted else {}
         first, flax_path = self.axes_of(call), self.partners[name].path
         for axes in [first, *(other for other in self.right.get(name, []) if other != first)]:
             try:

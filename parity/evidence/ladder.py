@@ -1,13 +1,14 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import (
@@ -24,6 +25,7 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
+from parity.weights.leaf import DTYPES, digest
 from parity.weights.pairs import Pair
 from parity.weights.paths import split
 
@@ -38,6 +40,10 @@ def weights(subject: Subject) -> LevelResult:
     findings += [Finding("", sentence, {"setting": True}) for sentence in pairing.settings]
     size = 0
     for p in pairing.pairs:
+        if p.source.digest or p.target.digest:
+            finding, bytes_read = by_digest(p)
+            findings, size = findings + finding, size + bytes_read
+            continue
         expected, back = p.source.read(), p.layout.inverse().apply(p.target.read())
         size += expected.nbytes
         if expected.dtype != back.dtype:
@@ -62,6 +68,28 @@ def weights(subject: Subject) -> LevelResult:
     return verdict("weights", findings, summary, figures, notes)
 
 
+def by_digest(p: Pair) -> tuple[list[Finding], int]:
+    """Whether two arrays are bit-equal of which one is known by its digest alone, or both, and how many bytes they have.
+
+    Raises:
+        NotRecordedError: a part of an array, or an array in another layout, has no digest of its own.
+    """
+    mine, theirs, back = p.source.digest, p.target.digest, p.layout.inverse()
+    if p.source.part or p.target.part or (mine and theirs and back.name != "as is"):
+        raise NotRecordedError(
+            f"{p.source.path} and {p.target.path} cannot be told by digests, since one is laid out otherwise; "
+            "record with keep='all'"
+        )
+    found, known = mine, theirs
+    if not theirs:
+        known = digest(np.asarray(back.apply(p.target.read())))
+    elif not mine:
+        found = digest(np.asarray(p.layout.apply(p.source.read())))
+    size = math.prod(p.source.shape) * DTYPES[p.source.dtype].itemsize
+    what = f"differs from {p.target.path} in some bits: a bundle knows one of them by its digest alone"
+    return ([] if found == known else [Finding(p.source.path, what)]), size
+
+
 def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> LevelResult:
     """The same tree, shapes, dtypes, NaN and infinity positions, and the same bad inputs refused."""
     expected, actual = subject.torch_native.outputs, subject.flax_native.outputs
@@ -74,7 +102,10 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
             continue
         findings += compare_kind(where, expected[path], actual[path])
     findings += [Finding("", sentence) for sentence in subject.dropping or ()]
-    bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    try:
+        bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    except NotRecordedError as error:
+        bad, notes = [], [f"bad inputs were not tried: {error}"]
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
     figures = {"outputs": len(expected)} | ({"trees differ": True} if set(expected) != set(actual) else {})
@@ -112,8 +143,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         return [], ["bad inputs were not tried: the torch model cannot run on shapes alone"]
     findings, notes = [], []
     for what, call, soft in spoiled(subject):
-        # On shapes alone torch does not notice that dtypes do not fit.
-        expected = torch_outcome(subject, call) if soft else subject.torch.raises(subject.torch_model, call)
+        expected = torch_outcome(subject, call, soft)
         actual = subject.flax.raises(subject.flax_model, call)
         if isinstance(expected, str) == isinstance(actual, str) and (isinstance(expected, str) or expected == actual):
             continue
@@ -128,11 +158,16 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
     return findings, notes
 
 
-def torch_outcome(subject: Subject, call: Call) -> str | tuple[tuple[int, ...], ...]:
-    """What the torch model does with arguments, by running it: the error, or the shapes of its outputs."""
+def torch_outcome(subject: Subject, call: Call, soft: bool) -> Any:
+    """What the torch model does with arguments: the error, or the shapes of its outputs."""
+    # On shapes alone torch does not notice that dtypes do not fit.
+    if not soft:
+        return subject.torch.raises(subject.torch_model, call)
     try:
         with subject.torch.pinned():
             outputs = subject.torch.evaluate(subject.torch_model, call).outputs
+    except NotRecordedError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return tuple(array.shape for array in outputs.values() if isinstance(array, np.ndarray))
@@ -202,13 +237,13 @@ def judged(
     """
     native, wrong, results = wide(getattr(subject.torch_native, kind)[path]), np.zeros(oracle.shape, bool), []
     parts = alike(oracle) if scale is None else [...]
-    for part in subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts:
+    for number, part in enumerate(subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts):
         mine, theirs = actual[part], oracle[part]
         result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale))
         if second and not result.passed and np.isfinite(result.ratio):
             # This second look costs four runs, so it is taken only where the first one fails.
-            runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
-            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
+            own = subject.wide_noise(kind, path)[number]
+            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, own))
         results.append(result)
     return together(results), wrong
 
@@ -340,28 +375,29 @@ def imprecise(
     """What is wrong with the precision of one array, and its error over the allowed one."""
     [seen] = subject.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
     actual, oracle = actual[seen], oracle[seen]
-    runs, dtype = [getattr(run, kind)[path][seen] for run in subject.ensemble], subject.dtype
-    special = same_specials(actual, runs[0])
+    plain, dtype = getattr(subject.torch_native, kind)[path][seen], subject.dtype
+    special = same_specials(actual, plain)
     if not special.all():
         return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
-    result = precision(actual, runs, oracle, dtype, scale)
+    noise = subject.noise("ensemble", kind, path)
+    result = precision(actual, noise, oracle, dtype, scale)
     for more in ("shaken", "elementary", "elementary_more"):
         if result.passed:
             break
         # Where values cancel, jittered inputs do not show how much the roundings inside matter, nor do kernels that
         # round once at their end. Each look costs runs, so it is taken only where the one before it fails.
-        runs += [getattr(run, kind)[path][seen] for run in getattr(subject, more)]
-        result = precision(actual, runs, oracle, dtype, scale, last=more.startswith("elementary"))
+        noise = noise.joined(subject.noise(more, kind, path))
+        result = precision(actual, noise, oracle, dtype, scale, last=more.startswith("elementary"))
     ratio = max(result.max_ratio, result.rms_ratio)
     if result.passed:
         return [], ratio
-    atol = largest_gap(actual, runs[0])
+    atol = largest_gap(actual, plain)
     what = (
         f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
         f"the allowed, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
     )
     if kind == "outputs" and dtype in ("float32", "bfloat16"):
-        what += explained_by_flushing(subject, path, actual, runs, oracle, seen)
+        what += explained_by_flushing(subject, path, actual, noise, oracle, seen)
     return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
 
 

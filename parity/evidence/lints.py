@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.evidence.notes import Note
 from parity.evidence.numerics import wide
-from parity.evidence.subject import Subject, arrays_of, mask_paths
+from parity.evidence.subject import Subject, arrays_of
 from parity.evidence.unseen import is_denormal, shown
 from parity.weights.leaf import Leaf
 
@@ -34,9 +34,8 @@ def lint(subject: Subject, ids: frozenset[str]) -> tuple[Note, ...]:
 def lint_inputs(subject: Subject, ids: frozenset[str] = frozenset()) -> Iterator[Note]:
     """Each argument by itself, then those that are the same."""
     call = subject.call
-    masks = tuple(mask_paths(subject.torch_model, call.args, call.kwargs))
     for path, array in arrays_of(call):
-        masklike = path.startswith(masks) or array.dtype == bool
+        masklike = path.startswith(call.masks) or array.dtype == bool
         floating = "float" in str(array.dtype)
         if not array.size:
             yield Note("empty", path, "is empty: nothing is computed from it, and nothing shown")

@@ -37,6 +37,7 @@ REMARKS = {
     "flushed": "denormal numbers that one side turns to zero",
     "unseen-parameters": "parameters on which no output depends",
     "zero-gradients": "parameters whose gradient is zero on these inputs alone",
+    "recorded": "a side is read from a bundle",
 }
 NOTE_CODES = LINTS | REMARKS
 

@@ -127,9 +127,7 @@ def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return (np.isnan(a) == np.isnan(b)) & ((np.isinf(a) == np.isinf(b)) & (~np.isinf(a) | (a == b)))
 
 
-def semantics_bound(
-    torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None, jittered64: Sequence[np.ndarray] = ()
-) -> float:
+def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None, own: float = 0.0) -> float:
     """The largest difference between two float64 runs that rounding explains.
 
     `64 (2^-29 max|t32 - t64| + 2^-53 scale)`: torch's own float32 noise, scaled down to
@@ -141,11 +139,10 @@ def semantics_bound(
         torch32: torch's result in float32, or any narrower dtype in which it runs.
         torch64: torch's result in float64 on the same parameters and inputs.
         scale: magnitude of the values; None takes the largest of `torch64`.
-        jittered64: torch's results in float64 on numbers moved by at most half a float64 ulp.
+        own: largest difference from it of torch's results in float64 on numbers moved by at most half a float64 ulp.
     """
     scale = finite_scale(torch64) if scale is None else scale
     noise = min(largest_gap(torch32, torch64), scale if scale else np.inf)
-    own = max((largest_gap(run, torch64) for run in jittered64), default=0.0)
     return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + own)
 
 
@@ -274,9 +271,52 @@ ELEMENTARY_RULE = PRECISION_RULE | dict.fromkeys(("bfloat16", "float16"), (4.0, 
 FEW = 16
 
 
+@dataclass(frozen=True)
+class Noise:
+    """How far torch's own runs are from the float64 oracle, for each part of it that is judged by itself.
+
+    Attributes:
+        largest: the largest error of any run, by part.
+        rms: the largest root mean square error of a run, by part.
+        overflown: where a run is not finite although the oracle is; None if it is nowhere.
+    """
+
+    largest: tuple[float, ...]
+    rms: tuple[float, ...]
+    overflown: np.ndarray | None = None
+
+    def joined(self, other: "Noise") -> "Noise":
+        """That of the runs of both."""
+        masks = [one.overflown for one in (self, other) if one.overflown is not None]
+        return Noise(
+            tuple(map(max, self.largest, other.largest)),
+            tuple(map(max, self.rms, other.rms)),
+            np.logical_or.reduce(masks) if masks else None,
+        )
+
+
+def noise_of(runs: Sequence[np.ndarray], oracle: np.ndarray, parts: Sequence[Any]) -> Noise:
+    """How far runs are from the oracle.
+
+    Args:
+        runs: results in the deployed dtype.
+        oracle: the result in float64, in the same shape.
+        parts: indices of the values that are judged together, as `alike` gives them.
+    """
+    finite = np.isfinite(oracle)
+    overflown = finite & ~np.logical_and.reduce([np.isfinite(wide(run)) for run in runs])
+    valid = finite & ~overflown
+    errors = [[wide(run)[part][valid[part]] - oracle[part][valid[part]] for run in runs] for part in parts]
+    return Noise(
+        tuple(max(float(np.abs(e).max(initial=0.0)) for e in of_part) for of_part in errors),
+        tuple(max(rms(e) for e in of_part) for of_part in errors),
+        overflown if overflown.any() else None,
+    )
+
+
 def precision(
     flax: np.ndarray,
-    ensemble: list[np.ndarray],
+    ensemble: list[np.ndarray] | Noise,
     oracle: np.ndarray,
     dtype: str,
     scale: float | None = None,
@@ -291,7 +331,7 @@ def precision(
 
     Args:
         flax: Flax's result in the dtype.
-        ensemble: torch's results in the dtype, the unjittered run first.
+        ensemble: torch's results in the dtype; or how far they are from the oracle, by the parts that are judged here.
         oracle: torch's result in float64 on the same numbers.
         dtype: in which both ran.
         scale: magnitude of the values; None takes the largest of the oracle.
@@ -299,35 +339,34 @@ def precision(
     """
     parts = alike(oracle) if scale is None else [...]
     rule = (ELEMENTARY_RULE if last else PRECISION_RULE)[dtype]
-    found = [precision_of_part(flax[part], [run[part] for run in ensemble], oracle[part], dtype, rule, scale) for part in parts]
+    noise = ensemble if isinstance(ensemble, Noise) else noise_of(ensemble, oracle, parts)
+    shown = np.isfinite(oracle) & np.isfinite(wide(flax))
+    shown = shown if noise.overflown is None else shown & ~noise.overflown
+    found = [
+        precision_of_part(wide(flax)[part][shown[part]] - oracle[part][shown[part]], *torchs, dtype, rule, magnitude)
+        for part, *torchs, magnitude in zip(parts, noise.largest, noise.rms, magnitudes(oracle, parts, scale), strict=True)
+    ]
     return max(found, key=lambda result: max(result.max_ratio, result.rms_ratio))
 
 
+def magnitudes(oracle: np.ndarray, parts: Sequence[Any], scale: float | None) -> list[float]:
+    """By what the values of each part are judged."""
+    return [finite_scale(oracle[part]) if scale is None else scale for part in parts]
+
+
 def precision_of_part(
-    flax: np.ndarray,
-    ensemble: list[np.ndarray],
-    oracle: np.ndarray,
-    dtype: str,
-    rule: tuple[float, float, float, float],
-    scale: float | None,
+    mine: np.ndarray, worst: float, worst_rms: float, dtype: str, rule: tuple[float, float, float, float], scale: float
 ) -> Precision:
-    """`precision` of values that one magnitude judges."""
-    scale = finite_scale(oracle) if scale is None else scale
-    valid = np.isfinite(oracle)
-    for run in [flax, *ensemble]:
-        valid &= np.isfinite(wide(run))
-    if not valid.any():
+    """`precision` of values that one magnitude judges, by their errors and torch's."""
+    if not mine.size:
         return Precision(0.0, 0.0, 0.0, 0.0)
     k_max, floor_max, k_rms, floor_rms = rule
-    if valid.sum() < FEW:
+    if mine.size < FEW:
         k_rms, floor_rms = k_max, floor_max
-    errors = [wide(run)[valid] - oracle[valid] for run in ensemble]
-    mine = wide(flax)[valid] - oracle[valid]
-    worst = max(float(np.abs(e).max()) for e in errors)
     # Denormals: XLA flushes them to zero on the CPU, in float32's range each term of a sum by itself; torch keeps them.
     tiny = float(ml_dtypes.finfo(numpy_float(dtype)).tiny) * (FLUSHED if dtype in ("float32", "bfloat16") else 1)
     allowed_max = k_max * worst + floor_max * UNIT[dtype] * scale + tiny
-    allowed_rms = k_rms * max(rms(e) for e in errors) + floor_rms * UNIT[dtype] * scale + tiny
+    allowed_rms = k_rms * worst_rms + floor_rms * UNIT[dtype] * scale + tiny
     return Precision(float(np.abs(mine).max()) / allowed_max, rms(mine) / allowed_rms, float(np.abs(mine).max()), worst)
 
 

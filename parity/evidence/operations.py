@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence.alignment import Alignment
 from parity.evidence.faults import FirstOperation, Isolated, Isolation
 from parity.evidence.isolation import Isolator
+from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.partings import LARGEST
 from parity.evidence.subject import Subject
@@ -38,7 +39,7 @@ def isolated(subject: Subject) -> Isolation:
     Raises:
         InputError: the torch model refuses its inputs.
     """
-    isolator = Isolator(subject)
+    isolator = isolator_of(subject)
     return named(isolator, isolator.run())
 
 
@@ -50,6 +51,8 @@ def with_operation(isolator: Isolator, one: Isolated, chosen: set[tuple[str, int
         found = first_operation(isolator, trial, [d.where for d in one.differences])
     except TooLongError as error:
         found = unnamed(f"the module computes {error}: they were not compared one by one")
+    except NotRecordedError:
+        found = unnamed("its operations could not be compared: one of the sides was recorded")
     except Exception as error:
         found = unnamed(f"its operations could not be compared: {type(error).__name__}: {first_line(error)}")
     return replace(one, operation=found)

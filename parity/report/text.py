@@ -131,6 +131,8 @@ def next_lines(report: "Report") -> list[str]:
     if report.verdict == "not proved":
         # The line of the levels that could not run says what to do.
         return []
+    if report.diagnosis is None and any(note.code == "recorded" for note in report.notes):
+        return ["  next: parity.compare tells which modules are wrong, and why, where both frameworks are installed"]
     if report.diagnosis is None:
         return ["  next: parity.diagnose tells which modules are wrong, and why"]
     if not faults:
@@ -362,7 +364,7 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
 def fall(cause: "Cause") -> str:
     """The evidence for a cause."""
     figures = f"from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
-    return f"if torch does the same, the difference falls {figures}"
+    return f"if {'torch does the same' if cause.tried_on == 'torch' else 'Flax does as torch'}, the difference falls {figures}"
 
 
 def diff_text(diff: "Diff") -> str:
