@@ -21,7 +21,7 @@ class Alignment:
         self.isolator, self.trial, self.place = isolator, trial, place
         self.expected, self.actual = map(fingerprint, arrays)
         self.gap = apart(self.expected, self.actual)
-        noise = trial.bounds.get(place, 0.0) / (finite_scale(arrays[0]) or 1.0)
+        noise = float(np.max(trial.bounds.get(place, 0.0), initial=0.0)) / (finite_scale(arrays[0]) or 1.0)
         self.least = max(LEAST, noise)
         tolerance = min(LARGEST, max(self.least, self.gap * PART if np.isfinite(self.gap) else LARGEST))
         if self.gap <= self.least:
