@@ -12,6 +12,15 @@ from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, is_array
 
 
+def call_lines(isolator: Isolator, trial: Trial, name: str | None, number: int) -> tuple[SourceLine | None, SourceLine | None]:
+    """The lines of torch's and of Flax's code that call a module below for the time `number`, from 0."""
+    keys = [k for k in isolator.children.get(trial.torch.key, ()) if k[0] == name]
+    if name is None or number >= len(keys):
+        return None, None
+    own = isolator.own.get((isolator.partners[name].path, keys[number][1]))
+    return isolator.calls[keys[number]].line, own.line if own else None
+
+
 class Alignment:
     """Both sides of one call, seen from one place at which they differ."""
 
@@ -21,7 +30,7 @@ class Alignment:
         self.isolator, self.trial, self.place = isolator, trial, place
         self.expected, self.actual = map(fingerprint, arrays)
         self.gap = apart(self.expected, self.actual)
-        noise = trial.bounds.get(place, 0.0) / (finite_scale(arrays[0]) or 1.0)
+        noise = float(np.max(trial.bounds.get(place, 0.0), initial=0.0)) / (finite_scale(arrays[0]) or 1.0)
         self.least = max(LEAST, noise)
         tolerance = min(LARGEST, max(self.least, self.gap * PART if np.isfinite(self.gap) else LARGEST))
         if self.gap <= self.least:
@@ -185,13 +194,8 @@ class Alignment:
 
     def call_line(self, side: Side, name: str | None, number: int) -> SourceLine | None:
         """The line that calls a module below for the time `number`, from 0."""
-        keys = [k for k in self.isolator.children.get(self.trial.torch.key, ()) if k[0] == name]
-        if name is None or number >= len(keys):
-            return None
-        if side is self.torch:
-            return self.isolator.calls[keys[number]].line
-        own = self.isolator.own.get((self.isolator.partners[name].path, keys[number][1]))
-        return own.line if own else None
+        mine, theirs = call_lines(self.isolator, self.trial, name, number)
+        return mine if side is self.torch else theirs
 
     def answer_line(self, side: Side, number: int | None) -> SourceLine | None:
         """The line that calls the module below which answers with a value."""

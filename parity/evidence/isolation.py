@@ -223,7 +223,7 @@ class Isolator:
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Torch's arrays by path, each with its counterpart in Flax."""
-        return weights_of(self.subject.pairing.pairs)
+        return weights_of(self.subject.pairing.pairs, self.subject.torch.leaves(self.subject.torch_model))
 
     @cached_property
     def unequal(self) -> dict[str, Weight]:

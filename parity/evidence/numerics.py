@@ -1,5 +1,6 @@
 """How far apart two arrays are, and how far apart rounding alone can bring them. NumPy only."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ SEMANTICS_FACTOR = 64.0
 FLUSHED = 64
 # Beside a value that much larger, float32 loses the smaller one whole.
 APART = 2.0**24
+# The mean square of so few numbers is that of their largest, and has its spread; their largest may be small by luck.
+FEW = 16
 # Float32 noise of torch in units of float64: 2^-53 / 2^-24.
 FLOAT32_TO_FLOAT64 = 2.0**-29
 
@@ -146,6 +149,54 @@ def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | Non
     return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + own)
 
 
+def semantics_bounds(torch32: np.ndarray, torch64: np.ndarray, jittered64: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """`semantics_bound` for each value, by the noise and the magnitude of those beside which it is exact.
+
+    Values far apart are judged apart, as `alike` says, and each row by itself: beside rows that are
+    much larger a small one would be allowed their noise. A row is as many last axes as hold `FEW`
+    values, for the noise of fewer may be small by luck; one that has fewer of a magnitude gets the bound of all.
+
+    Args:
+        torch32: as in `semantics_bound`.
+        torch64: as in `semantics_bound`.
+        jittered64: torch's results in float64 on numbers moved by at most half a float64 ulp.
+
+    Returns:
+        float64, in the shape of `torch64`.
+    """
+    found = np.zeros(torch64.shape)
+    if not torch64.size:
+        return found
+    rows = rows_of(torch64.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gaps = [np.abs(run - torch64) for run in (torch32, *jittered64)]
+    for part in alike(torch64):
+        chosen = np.ones(torch64.shape, bool) if part is ... else part
+
+        def largest(magnitudes: np.ndarray, chosen: np.ndarray = chosen) -> np.ndarray:
+            return np.where(chosen & np.isfinite(magnitudes), magnitudes, 0.0).reshape(rows, -1).max(1)
+
+        scale, noise, *own = (largest(magnitudes) for magnitudes in (np.abs(torch64), *gaps))
+        noise = np.minimum(noise, np.where(scale > 0, scale, np.inf))
+        limits = SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + np.max(own, axis=0, initial=0.0))
+        moved = max((largest_gap(run[chosen], torch64[chosen]) for run in jittered64), default=0.0)
+        whole = semantics_bound(torch32[chosen], torch64[chosen], None, moved)
+        enough = chosen.reshape(rows, -1).sum(1) >= FEW
+        by_row = np.where(enough, np.minimum(limits, whole), whole)
+        found += np.where(chosen.reshape(rows, -1), by_row[:, None], 0.0).reshape(torch64.shape)
+    return found
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """How many rows of at least `FEW` values an array has that are its last axes; 1 if it has fewer values."""
+    rows, held = math.prod(shape), 1
+    for size in reversed(shape):
+        if held >= FEW:
+            break
+        held, rows = held * size, rows // max(size, 1)
+    return rows
+
+
 @dataclass(frozen=True)
 class Identity:
     """Agreement of two float64 arrays once each is rounded to float32.
@@ -265,10 +316,6 @@ PRECISION_RULE = {
 # Of runs that round at every elementary operation; the same in half precision as in float32: among the gradients of
 # clean pairs the largest error was 3.5 times that of sixteen such runs (benchmarks/clean_trials.py, bfloat16).
 ELEMENTARY_RULE = PRECISION_RULE | dict.fromkeys(("bfloat16", "float16"), (4.0, 1.0, 3.0, 0.25))
-
-
-# The mean square of so few numbers is that of their largest, and has its spread.
-FEW = 16
 
 
 @dataclass(frozen=True)

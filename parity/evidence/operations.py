@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from parity.errors import NotRecordedError, first_line
-from parity.evidence.alignment import Alignment
-from parity.evidence.faults import FirstOperation, Isolated, Isolation
+from parity.evidence.alignment import Alignment, call_lines
+from parity.evidence.faults import FirstOperation, Isolated, Isolation, Spot
 from parity.evidence.isolation import Isolator
 from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.numerics import finite_scale, largest_gap
@@ -68,7 +68,7 @@ def first_operation(isolator: Isolator, trial: Trial, differing: Iterable[str]) 
         return unnamed(f"the two are the same in float64 and part in {trial_dtype(trial)} by rounding, not at one operation")
     places = in_order(isolator, trial, set(differing)) or unlike(trial)
     if not places:
-        return unnamed("what differs is what the two return, not the numbers in it")
+        return handed(isolator, trial, set(differing)) or unnamed("what differs is what the two return, not the numbers in it")
     mine, theirs = tapes(isolator, trial)
     found = unnamed("")
     for place, expected, actual in places:
@@ -76,6 +76,15 @@ def first_operation(isolator: Isolator, trial: Trial, differing: Iterable[str]) 
         if found.torch or found.flax:
             return found
     return found
+
+
+def handed(isolator: Isolator, trial: Trial, differing: set[str]) -> FirstOperation | None:
+    """The calls that hand a module below another number or word; no operation computes what is written there."""
+    for place, setting in trial.expected.items():
+        if place.child is not None and str(place) in differing and not is_array(setting):
+            mine, theirs = call_lines(isolator, trial, place.child, place.call)
+            return FirstOperation(Spot("", "", mine), Spot("", "", theirs), str(place), "another setting is handed on")
+    return None
 
 
 # A place that differs, and what torch and Flax have there.

@@ -59,7 +59,7 @@ class Trial:
         free: children that ran for themselves, with the reason.
         note: what a reader must know.
         error: what Flax raised.
-        bounds: what rounding explains at each place.
+        bounds: what rounding explains at each place, value by value.
         child_rules: how the modules below are called, by torch path.
     """
 
@@ -77,7 +77,7 @@ class Trial:
     free: tuple[str, ...] = ()
     note: str = ""
     error: str = ""
-    bounds: dict[Place, float] = field(default_factory=dict)
+    bounds: dict[Place, np.ndarray] = field(default_factory=dict)
     child_rules: dict[str, Convention | None] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.isolation import Isolator
-from parity.evidence.judging import bound, in_parts, torch_again
+from parity.evidence.judging import bound, in_parts, over, torch_again
 from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, by_argument, is_array, like
@@ -213,9 +213,13 @@ class Suspect:
         a, b = in_parts(actual), in_parts(value)
         if not same_specials(a, b).all():
             return float("inf")
-        gap = largest_gap(a, b)
-        limit = max(self.trial.bounds.get(place, 0.0), bound(None, value)) + unit * finite_scale(b)
-        return gap / limit if limit else (0.0 if gap == 0 else float("inf"))
+        with np.errstate(invalid="ignore"):
+            gap = np.nan_to_num(np.abs(a - b), nan=0.0)
+        known = self.trial.bounds.get(place, np.zeros(b.shape))
+        # A value of another shape than torch's is allowed what the largest of torch's is.
+        known = known if known.shape == b.shape else np.full(b.shape, known.max(initial=0.0))
+        limit = np.maximum(known, bound(None, value)) + unit * finite_scale(b)
+        return float(over(gap, limit).max(initial=0.0))
 
     def explained(self, values: Values, unit: float = 0.0) -> tuple[dict[Place, float], bool]:
         """The differing places whose difference is gone, each with what is left, and whether none that agreed is broken."""

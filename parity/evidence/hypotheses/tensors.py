@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.evidence.calls import fingerprint
+from parity.evidence.calls import ModuleCall, fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.trial import Place, by_argument, is_array
 
@@ -93,6 +93,22 @@ def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str
         else:
             nameless.append(place)
     return found | ({"": nameless[:1]} if nameless else {})
+
+
+def answering(suspect: Suspect) -> list[ModuleCall]:
+    """The calls below that return one array of floating point numbers."""
+    calls = [suspect.isolator.calls[key] for key in suspect.isolator.children.get(suspect.trial.torch.key, ())]
+    return [one for one in calls if is_array(one.output) and one.output.dtype.kind == "f"]
+
+
+def given(one: ModuleCall) -> np.ndarray | None:
+    """The only array that a module is given."""
+    arrays = [arg for arg in one.args if is_array(arg) and arg.dtype.kind == "f"]
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def array_equal(a: np.ndarray | None, b: np.ndarray) -> bool:
+    return a is not None and a.shape == b.shape and np.array_equal(a, b)
 
 
 def listed(places: list[Place]) -> str:
@@ -186,7 +202,11 @@ def residual(suspect: Suspect) -> Iterator[Variant]:
             yield Variant(f"{where} lacks {name}: a residual is not added", f"add {name}", at_all(less))
             more = {place: mine + array for place, mine in same.items()}
             yield Variant(f"{where} has {name} once too often", f"add {name} once", at_all(more))
+    # A module that is not applied is told by itself: what it is given is added where torch adds what it returns.
+    applied = [(given(one), one.output) for one in answering(suspect)]
     for (name, array), (other, instead) in itertools.permutations(known, 2) if len(known) <= MANY else ():
+        if any(array_equal(before, instead) and np.array_equal(after, array) for before, after in applied):
+            continue
         same = {
             place: mine - array + instead
             for place, mine in expected.items()

@@ -468,3 +468,31 @@ def test_a_module_whose_answer_is_known_computes_nothing():
     assert run.given["0", 0, "args[0]"].tolist() == np.ones((2, 3)).tolist()
     model(torch.ones(2, 3))
     assert counted == [1], "the model is as before"
+
+
+# --------------------------------------------------------------- a term of a sum that is not normed
+
+
+class TorchAdded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm, self.out = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.out(x + self.norm(self.mix(x)))
+
+
+class FlaxAdded(nnx.Module):
+    def __init__(self, rngs):
+        self.mix, self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x + self.mix(x))
+
+
+def test_a_norm_left_out_of_a_sum_is_no_other_residual():
+    torch_model, flax_model = draw(TorchAdded(), "added"), FlaxAdded(nnx.Rngs(0))
+    parity.transfer(torch_model, flax_model)
+    found = diagnosed(torch_model, flax_model, FEATURES, path="", cause="another value", says="norm is left out")
+    assert "residual" not in {cause.hypothesis for cause in found.causes}, str(found)
