@@ -192,6 +192,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "selu": F.selu,
     "log sigmoid": F.logsigmoid,
+    "softsign": F.softsign,
     "squared relu": lambda x: F.relu(x) ** 2,
     "exp": torch.exp,
     "sine": torch.sin,
@@ -201,8 +202,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(run: Edit, args: Any, kwargs: Any, *, to: str) -> Any:
-    """Another function of the first operand."""
-    return ACTIVATIONS[to](args[0])
+    """Another function of the first operand; of several results, such as a buffer beside the value, of the first."""
+    new, own = ACTIVATIONS[to](args[0]), run(*args, **kwargs)
+    return (new, *own[1:]) if isinstance(own, tuple) else new
 
 
 def slope(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
