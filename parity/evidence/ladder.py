@@ -194,7 +194,9 @@ def identical(subject: Subject) -> LevelResult:
     findings += unequal
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
-    return identity_verdict("identical", results, findings, tuple(notes))
+    outputs = subject.torch_wide.outputs.values()
+    whole = sum(a.size for a in outputs if isinstance(a, np.ndarray) and a.dtype.kind in "biu")
+    return identity_verdict("identical", results, findings, tuple(notes), whole)
 
 
 def judged(
@@ -232,7 +234,10 @@ def together(results: list[Identity]) -> Identity:
     return Identity(**counts, ratio=worst.ratio, bound=worst.bound, zero=all(r.zero for r in results))
 
 
-def identity_verdict(level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = ()) -> LevelResult:
+def identity_verdict(
+    level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = (), whole: int = 0
+) -> LevelResult:
+    """The level by its figures; `whole` counts the whole numbers that were compared besides."""
     figures = {
         "elements": sum(r.elements for r in results),
         "equal": sum(r.equal for r in results),
@@ -242,8 +247,10 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
         "ratio": max((r.ratio for r in results), default=0.0),
         "zero": sum(r.zero for r in results),
     }
-    if findings and not results:
-        return verdict(level, findings, NOTHING, figures, notes)
+    figures |= {"whole numbers": whole} if whole else {}
+    if not results and (findings or whole):
+        summary = (f"{whole:,} whole numbers" + (" equal" if not findings else "")) if whole else NOTHING
+        return verdict(level, findings, summary, figures, notes)
     summary = f"{figures['equal']:,} of {figures['elements']:,} values bit-equal"
     if figures["ties"]:
         summary += f", {figures['ties']} proved rounding ties"
@@ -328,6 +335,8 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
     if not floats(oracle) and not findings:
         what = "the torch model returns no floating point numbers"
         return LevelResult("native", "not applicable", what, notes=tuple(notes))
+    if not findings and not any(a.size for _, a in floats(oracle)):
+        return LevelResult("native", "not applicable", "the models return no numbers", notes=tuple(notes))
     worst, measured = 0.0, 0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
@@ -387,6 +396,8 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not run", stopped)
     if not subject.torch_wide.gradients or not subject.cotangents:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
+    if not numbers(subject.torch_wide):
+        return LevelResult("gradients", "not applicable", "the models return no numbers")
     missing, triples = paired_gradients(subject)
     results, findings, notes, worst = [], missing, [], 0.0
     tied: list[str] = []

@@ -252,6 +252,19 @@ def norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float | None =
     return y, mean, variance
 
 
+def as_masked_fill(run: Edit, args: Any, kwargs: Any, *, inner: str, settings: Mapping[str, Any]) -> Any:
+    """An edit of a masked fill, at a `where` that puts one number in the place of scores."""
+    shown = args[1].numel() >= args[2].numel()
+    scores, number, hidden = (args[1], args[2], ~args[0]) if shown else (args[2], args[1], args[0])
+    whole = torch.broadcast_to(scores, torch.broadcast_shapes(scores.shape, hidden.shape))
+    return EDITS[inner](filled_where, (whole, hidden, number), {}, **settings)
+
+
+def filled_where(scores: Tensor, hidden: Tensor, number: Any) -> Tensor:
+    """Scores with a number where they are hidden."""
+    return scores.masked_fill(hidden, number)
+
+
 def set_aside(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], at: int) -> Any:
     """The scores as they are, the mask kept for later; True hides."""
     old = args[at]
@@ -589,6 +602,7 @@ EDITS: dict[str, Edit] = {
     "summary": summary,
     "mean square": mean_square,
     "epsilon outside": epsilon_outside,
+    "as masked fill": as_masked_fill,
     "set aside": set_aside,
     "hidden behind": hidden_behind,
     "half": half,
