@@ -30,6 +30,7 @@ from parity.evidence.hypotheses.suspect import Suspect as Suspect
 from parity.evidence.hypotheses.suspect import Variant as Variant
 from parity.evidence.hypotheses.table import Hypothesis as Hypothesis
 from parity.evidence.hypotheses.table import add_hypothesis as add_hypothesis
+from parity.evidence.hypotheses.table import remove_hypothesis as remove_hypothesis
 from parity.evidence.input_sets import InputSet as InputSet
 from parity.evidence.inputs import Ids as Ids
 from parity.evidence.inputs import Mask as Mask

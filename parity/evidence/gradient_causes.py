@@ -33,7 +33,8 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def sentences(subject: Subject, path: str, actual: np.ndarray, expected: np.ndarray) -> Iterator[str]:
-    if actual.shape != expected.shape:
+    # What agrees in float64 differs in the dtype of the models alone, and float64 does not show why.
+    if actual.shape != expected.shape or same(actual, expected):
         return
     if not actual.any() and expected.any():
         yield "Flax has a gradient of 0: something stops it, such as jax.lax.stop_gradient or jnp.round"

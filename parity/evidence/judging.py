@@ -176,6 +176,8 @@ def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tu
         figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
         return Difference(str(place), float("inf"), *figures), float("inf")
     a, b = in_parts(theirs), in_parts(mine)
+    if a.shape != b.shape:
+        return reason(f"expected (torch) {mine.dtype}, actual (flax) {theirs.dtype}")
     special = same_specials(a, b)
     if not special.all():
         at = tuple(int(i) for i in np.argwhere(~special)[0])

@@ -14,6 +14,7 @@ from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import (
     Identity,
     alike,
+    comparable,
     finite_scale,
     identity,
     largest_gap,
@@ -31,6 +32,8 @@ from parity.weights.paths import split
 
 # How many findings a result keeps: enough to see a pattern, few enough to read.
 KEPT = 20
+# Of a level whose figures no output could give.
+NOTHING = "no output could be compared"
 
 
 def weights(subject: Subject) -> LevelResult:
@@ -108,7 +111,7 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
         bad, notes = [], [f"bad inputs were not tried: {error}"]
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
-    figures = {"outputs": len(expected)} | ({"trees differ": True} if set(expected) != set(actual) else {})
+    figures = {"outputs": len(expected)} | ({"trees differ": True} if trees_differ(expected, actual) else {})
     return verdict("structure", findings, summary, figures, tuple(notes))
 
 
@@ -125,12 +128,20 @@ def compare_kind(where: str, expected: Any, actual: Any) -> list[Finding]:
     integers = expected.dtype.kind in "iu" and actual.dtype.kind in "iu"
     if expected.dtype != actual.dtype and not integers:
         found.append(Finding(where, f"expected (torch) dtype {expected.dtype}, actual (flax) {actual.dtype}"))
+    if not comparable(actual, expected):
+        return found
     special = same_specials(actual, expected)
     if not special.all():
         at = tuple(int(i) for i in np.argwhere(~special)[0])
         text = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}: "
         found.append(Finding(where, text + f"expected (torch) {expected[at]!s}, actual (flax) {actual[at]!s}"))
     return found
+
+
+def trees_differ(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
+    """Whether the outputs are other trees: other paths, or at one of them an array on one side only."""
+    alike = all(isinstance(leaf, np.ndarray) == isinstance(actual.get(path), np.ndarray) for path, leaf in expected.items())
+    return set(expected) != set(actual) or not alike
 
 
 def kind(value: Any) -> str:
@@ -207,7 +218,7 @@ def identical(subject: Subject) -> LevelResult:
     for path, oracle in floats(subject.torch_wide):
         actual = subject.flax_wide.outputs.get(path)
         where = f"output {path}" if path else "output"
-        if not isinstance(actual, np.ndarray) or actual.shape != oracle.shape:
+        if not comparable(actual, oracle):
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
         result, wrong = judged(subject, "outputs", path, actual, oracle)
@@ -218,7 +229,9 @@ def identical(subject: Subject) -> LevelResult:
     findings += unequal
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
-    return identity_verdict("identical", results, findings, tuple(notes))
+    outputs = subject.torch_wide.outputs.values()
+    whole = sum(a.size for a in outputs if isinstance(a, np.ndarray) and a.dtype.kind in "biu")
+    return identity_verdict("identical", results, findings, tuple(notes), whole)
 
 
 def judged(
@@ -256,7 +269,10 @@ def together(results: list[Identity]) -> Identity:
     return Identity(**counts, ratio=worst.ratio, bound=worst.bound, zero=all(r.zero for r in results))
 
 
-def identity_verdict(level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = ()) -> LevelResult:
+def identity_verdict(
+    level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = (), whole: int = 0
+) -> LevelResult:
+    """The level by its figures; `whole` counts the whole numbers that were compared besides."""
     figures = {
         "elements": sum(r.elements for r in results),
         "equal": sum(r.equal for r in results),
@@ -266,6 +282,10 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
         "ratio": max((r.ratio for r in results), default=0.0),
         "zero": sum(r.zero for r in results),
     }
+    figures |= {"whole numbers": whole} if whole else {}
+    if not results and (findings or whole):
+        summary = (f"{whole:,} whole numbers" + (" equal" if not findings else "")) if whole else NOTHING
+        return verdict(level, findings, summary, figures, notes)
     summary = f"{figures['equal']:,} of {figures['elements']:,} values bit-equal"
     if figures["ties"]:
         summary += f", {figures['ties']} proved rounding ties"
@@ -350,22 +370,24 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
     if not floats(oracle) and not findings:
         what = "the torch model returns no floating point numbers"
         return LevelResult("native", "not applicable", what, notes=tuple(notes))
-    worst = 0.0
+    if not findings and not any(a.size for _, a in floats(oracle)):
+        return LevelResult("native", "not applicable", "the models return no numbers", notes=tuple(notes))
+    worst, measured = 0.0, 0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
         for path, expected in floats(oracle):
             actual = run.outputs.get(path)
             where = f"output {path} ({mode})" if path else f"output ({mode})"
-            if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+            if not comparable(actual, expected):
                 findings.append(Finding(where, "cannot be compared: see the level structure"))
                 continue
             found, ratio = imprecise(subject, where, "outputs", path, actual, wide(expected))
             findings += found
-            worst = max(worst, ratio)
+            worst, measured = max(worst, ratio), measured + 1
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
     if findings:
         figures["atol"] = max(finding.figures.get("atol", 0.0) for finding in findings)
-    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed"
+    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed" if measured else NOTHING
     return verdict("native", findings, summary, figures, tuple(notes))
 
 
@@ -410,6 +432,8 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not run", stopped)
     if not subject.torch_wide.gradients or not subject.cotangents:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
+    if not numbers(subject.torch_wide):
+        return LevelResult("gradients", "not applicable", "the models return no numbers")
     missing, triples = paired_gradients(subject)
     results, findings, notes, worst = [], missing, [], 0.0
     tied: list[str] = []
@@ -599,7 +623,9 @@ def magnitudes(gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def worst_index(actual: np.ndarray, expected: np.ndarray, among: np.ndarray) -> tuple[int, ...]:
-    gap = np.abs(wide(actual) - wide(expected))
+    # Infinities on both sides leave no number.
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(wide(actual) - wide(expected))
     gap = np.where(among, np.nan_to_num(gap, nan=np.inf, posinf=np.inf), -1.0)
     return tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
 

@@ -91,6 +91,13 @@ def wide(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).astype(np.float64)
 
 
+def comparable(actual: Any, expected: np.ndarray) -> bool:
+    """Whether an output can be compared value by value: an array of the same shape, complex only if both are."""
+    if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+        return False
+    return (actual.dtype.kind == "c") == (expected.dtype.kind == "c")
+
+
 def finite_scale(array: np.ndarray) -> float:
     """Largest finite magnitude, 0 if there is none."""
     values = np.abs(wide(array))

@@ -8,7 +8,7 @@ import numpy as np
 
 from parity.errors import first_line
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.numerics import same_bits, wide
+from parity.evidence.numerics import comparable, same_bits, wide
 from parity.evidence.padding import NOWHERE, Padding
 from parity.evidence.probes import BITS, SATURATION, probe_call, probe_weights
 from parity.evidence.result import Finding, LevelResult
@@ -77,7 +77,7 @@ def compare_bits(probe: Probe, flax32: Evaluation, padding: Padding = NOWHERE) -
             return LevelResult("wiring", "not applicable", f"{where}: torch's own float32 is not exact on these numbers")
         proved_count, total = proved_count + int(proved.sum()), total + int(shown.sum())
         actual = flax32.outputs.get(path)
-        if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+        if not comparable(actual, expected):
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
         # Also where no value is proved, NaN on one side only is a difference.

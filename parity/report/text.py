@@ -183,7 +183,8 @@ def headline(report: "Report") -> str:
     passed = [level.level for level in report.levels if level.passed]
     on = f" on the inputs {report.inputs!r}" if report.inputs and not report.passed else ""
     sets = f", {count(len(report.sets), 'input set')}" if report.sets else ""
-    elements = sum(level.figures.get("elements", 0) for level in report.levels if level.level == "identical")
+    identical = [level.figures for level in report.levels if level.level == "identical"]
+    elements = sum(figures.get("elements", 0) + figures.get("whole numbers", 0) for figures in identical)
     return {
         "same": f"the same function: {', '.join(passed)} ({elements:,} values identical{sets})",
         "agrees as asked": f"agree on what was asked, which is less than the same function: {', '.join(passed)}{sets}",
@@ -363,6 +364,8 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
 
 def fall(cause: "Cause") -> str:
     """The evidence for a cause."""
+    if cause.before == float("inf"):
+        return f"if torch does the same, {cause.after:.2g} times what rounding explains is left of the difference"
     figures = f"from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
     return f"if {'torch does the same' if cause.tried_on == 'torch' else 'Flax does as torch'}, the difference falls {figures}"
 

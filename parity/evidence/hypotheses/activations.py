@@ -30,11 +30,14 @@ INSTEAD = {
     "relu": "jax.nn.relu(x)",
     "relu6": "jax.nn.relu6(x)",
     "elu": "jax.nn.elu(x)",
+    "selu": "jax.nn.selu(x)",
+    "softsign": "jax.nn.soft_sign(x)",
+    "log sigmoid": "jax.nn.log_sigmoid(x)",
 }
 
 FUNCTIONS: tuple[str, ...] = ("relu", "gelu", "tanh gelu", "quick gelu", "silu", "elu", "leaky relu", "leaky relu of slope 0.2")
 FUNCTIONS += ("leaky relu of slope 0.1", "relu6", "tanh", "sigmoid", "hard tanh", "hard sigmoid", "hard swish", "softplus")
-FUNCTIONS += ("mish", "selu", "log sigmoid", "squared relu", "identity")
+FUNCTIONS += ("mish", "selu", "log sigmoid", "softsign", "squared relu", "identity")
 
 
 # What a bounded identity is called, by its bounds.
@@ -46,7 +49,18 @@ def function_of(op: Operation) -> str:
     if op.name.rstrip("_") in ("hardtanh", "clamp", "clamp_min"):
         return BOUNDED.get(tuple(op.args[1:3]), "hard tanh" if op.name.startswith("hardtanh") and len(op.args) == 1 else "")
     name = ACTIVATIONS.get(op.name.rstrip("_"), "")
+    if name == "elu" and any(number not in (1, None) for number in op.args[1:]):
+        # What torch dispatches for selu is elu with two numbers.
+        return "selu" if len(op.args) > 2 else f"elu of alpha={op.args[1]:g}"
+    if name == "softplus" and op.args[1:2] not in ((), (1,)):
+        return f"softplus of beta={op.args[1]:g}"
     return "tanh gelu" if name == "gelu" and op.kwargs.get("approximate") == "tanh" else name
+
+
+def soft_signs(suspect: Suspect) -> list[Operation]:
+    """The divisions of a number by something of its own magnitude, as `x / (1 + |x|)` is written."""
+    taken = {op.operands.get((0,)) for op in suspect.named("abs")} - {None}
+    return [op for op in suspect.named("div") if op.operands.get((0,)) in taken]
 
 
 def activation(suspect: Suspect) -> Iterator[Variant]:
@@ -56,6 +70,8 @@ def activation(suspect: Suspect) -> Iterator[Variant]:
     for op in suspect.operations:
         if function_of(op):
             kinds.setdefault(function_of(op), []).append(op)
+    if ops := soft_signs(suspect):
+        kinds["softsign"] = ops
     for mine, ops in kinds.items():
         for where, chosen in groups(ops):
             for other in FUNCTIONS:

@@ -7,7 +7,8 @@ import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.tensors import at, factor, floats, known_values, named_factor
-from parity.evidence.trial import Place
+from parity.evidence.numerics import comparable, same_specials
+from parity.evidence.trial import Place, is_array
 
 
 def summing(suspect: Suspect) -> Iterator[Variant]:
@@ -71,6 +72,27 @@ def unguarded(suspect: Suspect) -> Iterator[Variant]:
                 f"bound it as torch does: jnp.{'nan_to_num' if op.name.startswith('nan') else 'clip'}",
                 suspect.edited([op], "left out"),
             )
+
+
+def one_sided(suspect: Suspect) -> Iterator[Variant]:
+    """NaN or infinity on one side, beside numbers that agree: where nothing tells what makes it, that is all that is wrong."""
+    values, sides = {}, set[str]()
+    for place in suspect.differing:
+        mine, theirs = suspect.trial.expected.get(place), suspect.trial.actual.get(place)
+        if not is_array(mine) or not comparable(theirs, mine) or mine.dtype.kind != "f":
+            return
+        apart = ~same_specials(theirs, mine)
+        if not apart.any():
+            return
+        values[place] = np.where(apart, theirs, mine)
+        sides |= {"Flax" if not np.isfinite(theirs[apart]).all() else "torch"}
+    if len(sides) == 1:
+        side, other = ("Flax", "torch") if sides == {"Flax"} else ("torch", "Flax")
+        yield Variant(
+            f"{side} has NaN or infinity where {other} has other numbers; all else agrees",
+            "look at what divides, takes a root or a logarithm, or hides a whole row, and write it as torch does",
+            lambda: values,
+        )
 
 
 def scaling(suspect: Suspect) -> Iterator[Variant]:

@@ -11,7 +11,7 @@ from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import bound, in_parts, over, torch_again
-from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
+from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, comparable, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, by_argument, is_array, like
 from parity.weights.leaf import Layer, Leaf
@@ -208,7 +208,7 @@ class Suspect:
         if actual.dtype == value.dtype == bool:
             # A mask hides the same, however much of it is spelled out.
             actual, value = like(actual, value), like(value, actual)
-        if actual.shape != value.shape:
+        if not comparable(actual, value):
             return float("inf")
         a, b = in_parts(actual), in_parts(value)
         if not same_specials(a, b).all():
@@ -233,7 +233,7 @@ class Suspect:
         rows = []
         for place in self.differing:
             actual, value = self.trial.actual.get(place), values.get(place)
-            if not is_array(actual) or not is_array(value) or actual.shape != value.shape:
+            if not is_array(value) or not comparable(actual, value):
                 return np.zeros(0)
             # Of infinities on both sides nothing is left.
             with np.errstate(invalid="ignore"):

@@ -104,9 +104,13 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("precision", rounding.pinned),
     Hypothesis("order of axes", tensors.axes, resort=True),
+    Hypothesis("NaN on one side", sums.one_sided, resort=True, cheap=True),
     Hypothesis("precision", rounding.precision, resort=True),
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),
 ]
+
+# Names of those that users added.
+ADDED: set[str] = set()
 
 
 def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) -> Hypothesis:
@@ -128,10 +132,31 @@ def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) 
     if not isinstance(name, str) or not name:
         problems.append(f"name must be some words, got {name!r}")
     if any(one.name == name for one in HYPOTHESES):
-        problems.append(f"there is a hypothesis {name!r} already; choose another name")
+        problems.append(f"there is a hypothesis {name!r} already; choose another name{taken_back(name)}")
     if not callable(variants):
         problems.append(f"variants must be a function of a suspect, got {variants!r}")
     if problems:
         raise InputError("add_hypothesis: " + "; ".join(problems))
     HYPOTHESES.append(Hypothesis(name, variants))
+    ADDED.add(name)
     return HYPOTHESES[-1]
+
+
+def taken_back(name: str) -> str:
+    return ", or take it back by parity.remove_hypothesis" if name in ADDED else ""
+
+
+def remove_hypothesis(name: str) -> None:
+    """Take back what `add_hypothesis` added, as before it is added again in a notebook.
+
+    Args:
+        name: of a hypothesis that was added.
+
+    Raises:
+        InputError: none of that name was added.
+    """
+    if not isinstance(name, str) or name not in ADDED:
+        added = ", ".join(sorted(map(repr, ADDED))) or "none"
+        raise InputError(f"remove_hypothesis: no hypothesis {name!r} was added; added are: {added}")
+    HYPOTHESES[:] = [one for one in HYPOTHESES if one.name != name]
+    ADDED.discard(name)

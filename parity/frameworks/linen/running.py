@@ -222,10 +222,16 @@ def raises(model: Linen, call: Call, dtype: str | None = None) -> str | tuple[tu
         return outcome(prepare(model, call, dtype, None))
 
 
-def traced(model: Linen, call: Call) -> tuple[str, list[bytes]]:
-    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
-    with pinned():
-        return program_text(prepare(model, call, None, None))
+def traced(model: Linen, call: Call, dtype: str | None = None) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: floating point parameters and arguments are cast to it; None keeps the model's.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        return program_text(prepare(model, call, dtype, None))
 
 
 def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:

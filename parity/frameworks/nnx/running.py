@@ -171,10 +171,16 @@ def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tupl
         return outcome((Graph(graphdef), *rest))
 
 
-def traced(model: Any, call: Call) -> tuple[str, list[bytes]]:
-    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
-    with pinned():
-        graphdef, *rest = prepare(model, call, None, None)
+def traced(model: Any, call: Call, dtype: str | None = None) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: floating point parameters and arguments are cast to it; None keeps the model's.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        graphdef, *rest = prepare(model, call, dtype, None)
         return program_text((Graph(graphdef), *rest))
 
 

@@ -192,6 +192,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "selu": F.selu,
     "log sigmoid": F.logsigmoid,
+    "softsign": F.softsign,
     "squared relu": lambda x: F.relu(x) ** 2,
     "exp": torch.exp,
     "sine": torch.sin,
@@ -201,8 +202,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(run: Edit, args: Any, kwargs: Any, *, to: str) -> Any:
-    """Another function of the first operand."""
-    return ACTIVATIONS[to](args[0])
+    """Another function of the first operand; of several results, such as a buffer beside the value, of the first."""
+    new, own = ACTIVATIONS[to](args[0]), run(*args, **kwargs)
+    return (new, *own[1:]) if isinstance(own, tuple) else new
 
 
 def slope(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
@@ -248,6 +250,19 @@ def norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float | None =
         y = y * weight
     y = y + bias if bias is not None and way != "without scale" else y
     return y, mean, variance
+
+
+def as_masked_fill(run: Edit, args: Any, kwargs: Any, *, inner: str, settings: Mapping[str, Any]) -> Any:
+    """An edit of a masked fill, at a `where` that puts one number in the place of scores."""
+    shown = args[1].numel() >= args[2].numel()
+    scores, number, hidden = (args[1], args[2], ~args[0]) if shown else (args[2], args[1], args[0])
+    whole = torch.broadcast_to(scores, torch.broadcast_shapes(scores.shape, hidden.shape))
+    return EDITS[inner](filled_where, (whole, hidden, number), {}, **settings)
+
+
+def filled_where(scores: Tensor, hidden: Tensor, number: Any) -> Tensor:
+    """Scores with a number where they are hidden."""
+    return scores.masked_fill(hidden, number)
 
 
 def set_aside(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], at: int) -> Any:
@@ -587,6 +602,7 @@ EDITS: dict[str, Edit] = {
     "summary": summary,
     "mean square": mean_square,
     "epsilon outside": epsilon_outside,
+    "as masked fill": as_masked_fill,
     "set aside": set_aside,
     "hidden behind": hidden_behind,
     "half": half,

@@ -45,6 +45,8 @@ def problems_before_running(model: nn.Module, dropout: bool = False) -> list[str
     scripted = [path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         found.append(f"{scripted[0]} is compiled by torch.jit, which cannot run on copies; give the module it was made from")
+    if isinstance(model, nn.DataParallel):
+        found.append("the torch model is wrapped in torch.nn.DataParallel, which cannot run on copies; give its .module")
     return found
 
 
@@ -80,6 +82,11 @@ def model_dtype(model: nn.Module) -> str | None:
     """The dtype of the floating point parameters, None if there are none."""
     floats = [dtype_name(p) for p in model.parameters() if p.is_floating_point()]
     return floats[0] if floats else None
+
+
+def random_state() -> bytes:
+    """Where torch's generator of random numbers stands: the same again if nothing was drawn between."""
+    return bytes(torch.get_rng_state().numpy())
 
 
 @contextlib.contextmanager
