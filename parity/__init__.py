@@ -11,6 +11,9 @@ from parity.dropout.contexts import record_dropout as record_dropout
 from parity.dropout.contexts import replay_dropout as replay_dropout
 from parity.dropout.contexts import threefry_dropout as threefry_dropout
 from parity.dropout.masks import DropoutMasks as DropoutMasks
+from parity.environment import KNOWN_BAD as KNOWN_BAD
+from parity.environment import Environment as Environment
+from parity.environment import environment as environment
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError
@@ -48,7 +51,6 @@ from parity.report.html import html_ready as html_ready
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
-from parity.suite import environment as environment
 from parity.training import initializers as initializers
 from parity.training.convert import clip_grad_norm as clip_grad_norm
 from parity.training.convert import clip_grad_value as clip_grad_value

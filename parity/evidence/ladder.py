@@ -24,6 +24,7 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
+from parity.said import Said
 from parity.weights.pairing import Pair
 from parity.weights.paths import split
 
@@ -55,7 +56,7 @@ def weights(subject: Subject) -> LevelResult:
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
     if pairing.unpaired and not pairing.pairs:
         figures["cannot be paired"] = True
-    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
+    notes = (*(Said("left-out", f"left out: {path}") for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
@@ -122,7 +123,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         # torch is defined that is no other function.
         lenient = isinstance(expected, str)
         if (soft or lenient) and not strict:
-            notes.append(f"also tried, counts only with strict=True: {sentence}")
+            notes.append(Said("dtype-not-refused", f"also tried, counts only with strict=True: {sentence}"))
         else:
             findings.append(Finding("input", sentence))
     return findings, notes
@@ -277,7 +278,8 @@ def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[F
         wrong = mine != theirs
         tied = undecided_integers(subject, path, wrong, dtype)
         if tied.any():
-            notes.append(f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none")
+            text = f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none"
+            notes.append(Said("integers-on-ties", text))
         if (wrong & ~tied).any():
             found.append(Finding(where, f"{int((wrong & ~tied).sum())} of {mine.size} whole numbers differ"))
     return found, notes
@@ -405,15 +407,19 @@ def gradients(subject: Subject) -> LevelResult:
             worst = max(worst, ratio)
     if tied:
         what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
-        notes.append(f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree")
+        text = f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree"
+        notes.append(Said("gradients-off-ties", text))
     if not subject.native_gradients:
-        notes.append("compared in float64 only")
+        notes.append(Said("gradients-in-float64", "compared in float64 only"))
     if kinks:
-        notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
+        text = f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only"
+        notes.append(Said("gradients-in-float64", text))
     if overflown:
-        notes.append(f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only")
+        text = f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only"
+        notes.append(Said("gradients-in-float64", text))
     if zero:
-        notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
+        text = f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}"
+        notes.append(Said("zero-gradient", text))
     findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)
@@ -579,7 +585,7 @@ def verdict(
         summary,
         figures,
         kept,
-        (*notes, f"{more} more findings are not listed") if more > 0 else notes,
+        (*notes, Said("more-findings", f"{more} more findings are not listed")) if more > 0 else notes,
     )
 
 

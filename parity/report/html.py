@@ -15,7 +15,7 @@ from parity.errors import InputError
 from parity.report import text
 from parity.report.data import as_data
 from parity.report.modules import Node, module_tree
-from parity.report.plan import how, sentences, sums
+from parity.report.plan import coded_sentences, how, sums
 from parity.weights.files import beside
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ def report_view(report: "Report") -> dict[str, Any]:
         "unpaired": list(report.trace.unpaired) if report.trace else [],
         "plan": plan_view(report.transfer) if report.transfer else None,
         "environment": dict(report.environment),
+        "warnings": [as_data(one) for one in getattr(report.environment, "warnings", ())],
         "seed": report.seed,
         "notes": [str(note) for note in report.notes],
         "drawn": drawings(report, tree) if tree else None,
@@ -203,7 +204,7 @@ def proves(level: str) -> str:
 
 def next_step(report: "Report") -> str:
     """What to do, as the terminal has it; '' if there is nothing to do."""
-    return "" if report.passed else " ".join(text.next_lines(report)).strip().removeprefix("next: ")
+    return text.next_step(report) or ""
 
 
 def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
@@ -272,7 +273,7 @@ def share(ratio: float | None) -> int:
 def plan_view(transfer: "Transfer") -> dict[str, Any]:
     """The rows of a transfer."""
     rows = [{"source": e.source, "target": e.target, "how": how(e)} for e in transfer.plan]
-    return {"rows": rows, "sentences": list(sentences(transfer)), "sums": sums(transfer), "problems": transfer.problems}
+    return {"rows": rows, "sentences": list(coded_sentences(transfer)), "sums": sums(transfer), "problems": transfer.problems}
 
 
 # --------------------------------------------------------------------------- numbers to draw

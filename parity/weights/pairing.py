@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parity.frameworks import owner_of
+from parity.said import Said
 from parity.weights import collector
 from parity.weights.claims import (
     Layers,
@@ -198,7 +199,7 @@ def pair(
         tuple(whole.alone + apart.alone + left.alone + told.notes),
         tuple(apart.zeros),
         tuple(whole.aside + apart.aside),
-        tuple(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs), *told.left_out())),
+        (*(in_words(note, names) for note in (*whole.notes, *restored_ties(pairs))), *told.left_out()),
         tuple(replace(one, reason=in_words(one.reason, names)) for one in unpaired),
     )
 
@@ -706,7 +707,8 @@ class Told:
 
     def left_out(self) -> list[str]:
         """What a reader must know of that."""
-        return [f"a setting is left out of the verdict, as asked: {sentence}" for sentence in dict.fromkeys(self.accepted)]
+        told = "a setting is left out of the verdict, as asked"
+        return [Said("setting-left-out", f"{told}: {sentence}") for sentence in dict.fromkeys(self.accepted)]
 
 
 def setting_path(sentence: str) -> str:
