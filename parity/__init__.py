@@ -3,6 +3,12 @@
 Importing this package loads neither framework.
 """
 
+from parity.codes import KINDS as KINDS
+from parity.codes import Code as Code
+from parity.codes import codes as codes
+from parity.codes import codes_document as codes_document
+from parity.codes import codes_page as codes_page
+from parity.codes import refusal as refusal
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair
@@ -48,6 +54,10 @@ from parity.evidence.trace import trace as trace
 from parity.evidence.verdicts import VERDICTS as VERDICTS
 from parity.linen import Linen as Linen
 from parity.report.html import html_ready as html_ready
+from parity.report.schema import schema as schema
+from parity.said import HINTS as HINTS
+from parity.said import NEXT as NEXT
+from parity.said import REFUSALS as REFUSALS
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check

@@ -61,9 +61,34 @@ def main() -> None:
     except parity.ParityError as error:
         status = 1 if isinstance(error, parity.TransferError) else 2
         if "--json" in sys.argv and not getattr(error, "printed", False):
-            print(json.dumps(parity.refusal(error, status), indent=1))
-        Console(stderr=True).print(f"parity: {escape(str(error))}", soft_wrap=True, highlight=False)
+            with printing():
+                print(json.dumps(parity.refusal(error, status), indent=1))
+        print(f"parity: {error}", file=sys.stderr)
         sys.exit(status)
+
+
+class Screen(Console):
+    """A console that leaves it to `printing` what happens where the reader of a pipe has gone."""
+
+    def on_broken_pipe(self) -> None:
+        """Say so."""
+        raise BrokenPipeError
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Print a result; where it cannot be printed, its exit status still stands.
+
+    The reader of a pipe may have seen enough and gone; a disk may be full.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still held goes nowhere, and does not fail again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"parity: the result could not be printed: {error.strerror or error}", file=sys.stderr)
 
 
 def show_version(asked: bool) -> None:
@@ -132,12 +157,12 @@ def check_command(
         page = result.save_html(html) if html else None
     except parity.InputError as error:
         page, failure = None, error
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    else:
-        show(result)
-        if show_env:
-            print(result.environment)
+    with printing():
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        else:
+            show(result)
+            print(f"\n{result.environment}" if show_env else "", end="\n" if show_env else "")
     if page:
         print(f"page: {page}", file=sys.stderr)
     if failure:
@@ -176,7 +201,7 @@ def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 def show(result: parity.SuiteResult) -> None:
     """The table, what was skipped, the first cases that failed, and the figures."""
-    console = Console()
+    console = Screen()
 
     def say(text: str, style: str = "") -> None:
         # A terminal gets lines broken between words, a file gets them whole.
@@ -289,7 +314,8 @@ def compare_command(
     one = result.cases[0]
     if one.report is None:
         raise parity.InputError(one.error or one.skipped, one.code or "no-device")
-    print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report.text(environment=show_env), flush=True)
+    with printing():
+        print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report.text(environment=show_env))
     if html:
         try:
             print(f"page: {one.report.save_html(html, title=one.name)}", file=sys.stderr)
@@ -351,11 +377,12 @@ def transfer_command(
                     error.printed = True
             raise
     save_names(save_rename, result)
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    elif not quiet:
-        console = Console()
-        print(result.text(console.width if console.is_terminal else None))
+    with printing():
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        elif not quiet:
+            console = Screen()
+            print(result.text(console.width if console.is_terminal else None))
     raise typer.Exit(0 if result.passed else 1)
 
 

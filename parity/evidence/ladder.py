@@ -367,6 +367,25 @@ def imprecise(
     return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
 
 
+def gradient_notes(subject: Subject, tied: list[str], kinks: int, overflown: int, zero: list[str]) -> Iterator[Said]:
+    """What a reader must know of how gradients were compared."""
+    if tied:
+        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
+        text = f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree"
+        yield Said("gradients-off-ties", text)
+    if not subject.native_gradients:
+        yield Said("gradients-in-float64", "compared in float64 only")
+    if kinks:
+        text = f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if overflown:
+        text = f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if zero:
+        text = f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}"
+        yield Said("zero-gradient", text)
+
+
 def gradients(subject: Subject) -> LevelResult:
     """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
     stopped = not_differentiable(subject) or cannot_run_wide(subject)
@@ -377,7 +396,7 @@ def gradients(subject: Subject) -> LevelResult:
     if not subject.torch_wide.gradients or not subject.cotangents:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     missing, triples = paired_gradients(subject)
-    results, findings, notes, worst = [], missing, [], 0.0
+    results, findings, worst = [], missing, 0.0
     tied: list[str] = []
     zero: list[str] = []
     kinks = subject.kinks if subject.native_gradients else 0
@@ -405,21 +424,7 @@ def gradients(subject: Subject) -> LevelResult:
             lost, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
             findings += lost
             worst = max(worst, ratio)
-    if tied:
-        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
-        text = f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree"
-        notes.append(Said("gradients-off-ties", text))
-    if not subject.native_gradients:
-        notes.append(Said("gradients-in-float64", "compared in float64 only"))
-    if kinks:
-        text = f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only"
-        notes.append(Said("gradients-in-float64", text))
-    if overflown:
-        text = f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only"
-        notes.append(Said("gradients-in-float64", text))
-    if zero:
-        text = f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}"
-        notes.append(Said("zero-gradient", text))
+    notes = list(gradient_notes(subject, tied, kinks, overflown, zero))
     findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)

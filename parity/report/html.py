@@ -75,12 +75,19 @@ def html_ready(path: str | os.PathLike[str]) -> None:
             f"a page needs {' and '.join(missing)}, which {'is' if one else 'are'} not installed: "
             "pip install 'torch-flax-parity[report]'"
         )
+    folder = path.absolute().parent
     if path.is_dir():
         problems.append(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
-    elif not path.absolute().parent.is_dir():
+    elif path.exists() and not path.is_file():
+        problems.append(f"{path} is no file that a page could replace; give the name of one")
+    elif folder.exists() and not folder.is_dir():
+        problems.append(f"{path.parent} is a file, not a folder; give a page another place")
+    elif not folder.is_dir():
         problems.append(f"there is no folder {path.parent}; make it first")
+    elif not os.access(folder, os.W_OK):
+        problems.append(f"nothing may be written into {path.parent}; give a page another place")
     if problems:
-        raise InputError("; ".join(problems))
+        raise InputError("; ".join(problems), "missing-package" if missing else "file-unwritable")
 
 
 def report_page(report: "Report", title: str = "") -> str:
