@@ -162,7 +162,8 @@ def check_command(
             print(json.dumps(result.to_dict(), indent=1))
         else:
             show(result)
-            print(f"\n{result.environment}" if show_env else "", end="\n" if show_env else "")
+            if show_env:
+                print(f"\n{result.environment}")
     if page:
         print(f"page: {page}", file=sys.stderr)
     if failure:
@@ -459,22 +460,24 @@ def named(like: str) -> Any:
 
 
 @app.command("levels")
+@printing()
 def levels_command() -> None:
     """What each level of the ladder proves."""
     table = Table(show_header=False, box=None)
     for level, meaning in parity.PROVES.items():
         table.add_row(level, meaning)
-    Console().print(table)
+    Screen().print(table)
 
 
 @app.command("rules")
+@printing()
 def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """The ledger: each layer of torch, its counterpart in Flax, how its arrays lie there, and what must agree."""
     found = [rule.to_dict() for rule in parity.rules()]
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    console = Console()
+    console = Screen()
     for rule in parity.rules():
         names = f"{rule.torch} <-> {rule.flax}{', ' if rule.linen else ''}{rule.linen}"
         console.print(names, style="bold", highlight=False, soft_wrap=True)
@@ -495,20 +498,23 @@ def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JS
 
 
 @app.command("env")
+@printing()
 def env_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Versions, devices and settings, what is missing and how to install it, and what is known to go wrong."""
     found = parity.environment()
-    console = Console()
+    console = Screen()
     print(json.dumps(found.to_dict(), indent=1) if as_json else found.text(console.width if console.is_terminal else None))
 
 
 @app.command("schema")
+@printing()
 def schema_command() -> None:
     """The JSON schema of all that --json and to_dict() give."""
     print(json.dumps(parity.schema(), indent=1))
 
 
 @app.command("codes")
+@printing()
 def codes_command(
     kind: Annotated[str, typer.Argument(help="only codes of this kind, such as refusal")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,

@@ -1,7 +1,7 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 

@@ -102,7 +102,7 @@ def of_diagnosis(diagnosis: "Diagnosis") -> Iterator[Hint]:
 
 def of_cause(cause: "Cause") -> Hint:
     """What would explain a difference; two causes at once have both codes, joined by ' and '."""
-    return Hint("cause", cause.hypothesis, f"{cause.what}. {text.fall(cause)}", cause.path, cause.change)
+    return Hint("cause", cause.hypothesis, f"{cause.what}. {text.fall(cause)}{text.extent(cause)}", cause.path, cause.change)
 
 
 def of_training(training: "Training") -> Iterator[Hint]:

@@ -381,7 +381,7 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
         word = "cause" if number == 0 else "or"
         lines += [
             f"  {word}: {cause.hypothesis}. {cause.what}",
-            f"    {fall(cause)}",
+            f"    {fall(cause)}{extent(cause)}",
             f"    change: {cause.change}",
         ]
     return lines
@@ -391,6 +391,12 @@ def fall(cause: "Cause") -> str:
     """The evidence for a cause."""
     figures = f"from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
     return f"if torch does the same, the difference falls {figures}"
+
+
+def extent(cause: "Cause") -> str:
+    """How much of what differs in the module a cause explains, where that is not all."""
+    places = ", ".join(cause.explains[:SHOWN]) + (f" and {len(cause.explains) - SHOWN} more" if cause.explains[SHOWN:] else "")
+    return "" if cause.complete else f"; it explains {places} alone, not all that differs"
 
 
 def diff_text(diff: "Diff") -> str:
