@@ -67,7 +67,6 @@ class Captured:
     outputs: dict[str, Any]
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
 
-
     @property
     def passes_on(self) -> bool:
         """Whether it returned what it was given, as dropout in eval mode does: there is nothing in it to look into."""

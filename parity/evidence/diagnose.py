@@ -14,6 +14,7 @@ from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
 from parity.evidence.unseen_arrays import with_unseen
 from parity.said import Said
+from parity.weights.rules import in_words_of
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
@@ -215,8 +216,9 @@ class Search:
         gone, sound = self.suspect.explained(values, variant.unit)
         if not gone or not sound or (variant.whole and len(gone) < len(values)):
             return None
+        what, change = (in_words_of(self.suspect.flax_layer, said) for said in (variant.what, variant.change))
         return Cause(
-            *(variant.name or hypothesis.name, self.suspect.path, variant.what, variant.change),
+            *(variant.name or hypothesis.name, self.suspect.path, what, change),
             before=max(self.suspect.before[place] for place in gone),
             after=max(gone.values()),
             explains=tuple(map(str, gone)),

@@ -32,7 +32,7 @@ from parity.weights.names import Name
 from parity.weights.paths import Names, Rename, Renamed, bare, in_order, join, natural, nearest
 from parity.weights.plan import Unpaired
 from parity.weights.recurrence import single_layers, unrolled
-from parity.weights.rules import disagreements, layout_by_name, refusals, remarks, row_of, rows_for
+from parity.weights.rules import disagreements, in_words_of, layout_by_name, refusals, remarks, row_of, rows_for
 from parity.weights.unpaired import bare_wrappers, left_over, prefix_hint, without_rule
 from parity.weights.wrappers import hint, unwrapped
 
@@ -737,10 +737,10 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             row = row_of(mine.kinds, theirs.kinds)
-            told.disagreeing.extend(disagreements(row, mine, theirs))
-            told.disagreeing.extend([] if row else mirror_problems(mine, theirs))
-            told.refused.extend(refusals(row, mine, theirs))
-            told.notes.extend(remarks(row, mine, theirs))
+            wrong = [*disagreements(row, mine, theirs), *([] if row else mirror_problems(mine, theirs))]
+            told.disagreeing.extend(in_words_of(theirs, sentence) for sentence in wrong)
+            told.refused.extend(in_words_of(theirs, sentence) for sentence in refusals(row, mine, theirs))
+            told.notes.extend(in_words_of(theirs, sentence) for sentence in remarks(row, mine, theirs))
             wrapped |= {theirs.own_path} if row else set()
     told.refused.extend(bare_wrappers(layers[sides.index("flax")], wrapped))
     return told
