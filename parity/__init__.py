@@ -6,6 +6,12 @@ Importing this package loads neither framework.
 from parity.bundles.difference import bundle_diff as bundle_diff
 from parity.bundles.record import record as record
 from parity.bundles.replay import replay as replay
+from parity.codes import KINDS as KINDS
+from parity.codes import Code as Code
+from parity.codes import codes as codes
+from parity.codes import codes_document as codes_document
+from parity.codes import codes_page as codes_page
+from parity.codes import refusal as refusal
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair
@@ -14,6 +20,9 @@ from parity.dropout.contexts import record_dropout as record_dropout
 from parity.dropout.contexts import replay_dropout as replay_dropout
 from parity.dropout.contexts import threefry_dropout as threefry_dropout
 from parity.dropout.masks import DropoutMasks as DropoutMasks
+from parity.environment import KNOWN_BAD as KNOWN_BAD
+from parity.environment import Environment as Environment
+from parity.environment import environment as environment
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError
@@ -49,10 +58,13 @@ from parity.evidence.trace import trace as trace
 from parity.evidence.verdicts import VERDICTS as VERDICTS
 from parity.linen import Linen as Linen
 from parity.report.html import html_ready as html_ready
+from parity.report.schema import schema as schema
+from parity.said import HINTS as HINTS
+from parity.said import NEXT as NEXT
+from parity.said import REFUSALS as REFUSALS
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
-from parity.suite import environment as environment
 from parity.training import initializers as initializers
 from parity.training.convert import clip_grad_norm as clip_grad_norm
 from parity.training.convert import clip_grad_value as clip_grad_value

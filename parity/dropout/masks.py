@@ -163,10 +163,13 @@ class DropoutMasks:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} cannot be read as dropout masks: {error}; give a file that masks.save wrote") from None
+            raise InputError(
+                f"{path} cannot be read as dropout masks: {error}; give a file that masks.save wrote", "file-unreadable"
+            ) from None
         if metadata.get("format") != FORMAT:
             raise InputError(
-                f"{path} says it holds {metadata.get('format')!r}, expected {FORMAT!r}; give a file that masks.save wrote"
+                f"{path} says it holds {metadata.get('format')!r}, expected {FORMAT!r}; give a file that masks.save wrote",
+                "file-unreadable",
             )
         return read_header(path, metadata.get("masks", ""), arrays)
 
@@ -186,12 +189,14 @@ def read_header(path: Any, text: str, arrays: Mapping[str, np.ndarray]) -> Dropo
         modules = {str(way): str(first) for way, first in header["modules"].items()}
         masks = DropoutMasks(str(header["source"]), modules, bool(header["convolutional"]), drops)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}; record the masks again") from None
+        raise InputError(
+            f"{path} is damaged: {type(error).__name__}: {error}; record the masks again", "file-unreadable"
+        ) from None
     problems = [problem for number, drop in enumerate(drops) if (problem := unfit(number, drop))]
     if len(arrays) != len(drops):
         problems.append(f"it holds {len(arrays)} masks and tells of {len(drops)}")
     if problems:
-        raise InputError(listed(f"{path} is damaged; record the masks again", problems))
+        raise InputError(listed(f"{path} is damaged; record the masks again", problems), "file-unreadable")
     return masks
 
 

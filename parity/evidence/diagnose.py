@@ -14,6 +14,8 @@ from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
 from parity.evidence.unseen_arrays import with_unseen
+from parity.said import Said
+from parity.weights.rules import in_words_of
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
@@ -64,10 +66,20 @@ def diagnose(
         InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or
             `seconds` is no positive number.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InputError(f"seconds must be a positive number, got {seconds!r}; it is the time for trying causes")
+    seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
     return diagnose_subject(subject, seconds)
+
+
+def checked_seconds(seconds: Any, name: str) -> float:
+    """A time for trying causes.
+
+    Raises:
+        InputError: it is none.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InputError(f"{name} must be a positive number, got {seconds!r}; it is the time for trying causes")
+    return float(seconds)
 
 
 def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
@@ -90,9 +102,8 @@ def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
         notes += search.notes
         if search.late:
             place = fault.path or "the model"
-            notes.append(
-                f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
-            )
+            text = f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
+            notes.append(Said("time-ran-out", text))
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
@@ -208,8 +219,9 @@ class Search:
         gone, sound = self.suspect.explained(values, variant.unit)
         if not gone or not sound or (variant.whole and len(gone) < len(values)):
             return None
+        what, change = (in_words_of(self.suspect.flax_layer, said) for said in (variant.what, variant.change))
         return Cause(
-            *(variant.name or hypothesis.name, self.suspect.path, variant.what, variant.change),
+            *(variant.name or hypothesis.name, self.suspect.path, what, change),
             before=max(self.suspect.before[place] for place in gone),
             after=max(gone.values()),
             explains=tuple(map(str, gone)),

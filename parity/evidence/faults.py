@@ -155,9 +155,9 @@ class Isolation:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("isolation", self)
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,6 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("diagnosis", self)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
+from parity.said import Said
 from parity.weights.leaf import DTYPES, digest
 from parity.weights.pairs import Pair
 from parity.weights.paths import split
@@ -64,7 +65,7 @@ def weights(subject: Subject) -> LevelResult:
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
     if pairing.unpaired and not pairing.pairs:
         figures["cannot be paired"] = True
-    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
+    notes = (*(Said("left-out", f"left out: {path}") for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
         return LevelResult("weights", "not applicable", "neither model has parameters", figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
@@ -163,7 +164,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         # torch is defined that is no other function.
         lenient = isinstance(expected, str)
         if (soft or lenient) and not strict:
-            notes.append(f"also tried, counts only with strict=True: {sentence}")
+            notes.append(Said("dtype-not-refused", f"also tried, counts only with strict=True: {sentence}"))
         else:
             findings.append(Finding("input", sentence))
     return findings, notes
@@ -332,7 +333,8 @@ def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[F
         wrong = mine != theirs
         tied = undecided_integers(subject, path, wrong, dtype)
         if tied.any():
-            notes.append(f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none")
+            text = f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none"
+            notes.append(Said("integers-on-ties", text))
         if (wrong & ~tied).any():
             found.append(Finding(where, f"{int((wrong & ~tied).sum())} of {mine.size} whole numbers differ"))
     return found, notes
@@ -423,6 +425,25 @@ def imprecise(
     return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
 
 
+def gradient_notes(subject: Subject, tied: list[str], kinks: int, overflown: int, zero: list[str]) -> Iterator[Said]:
+    """What a reader must know of how gradients were compared."""
+    if tied:
+        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
+        text = f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree"
+        yield Said("gradients-off-ties", text)
+    if not subject.native_gradients:
+        yield Said("gradients-in-float64", "compared in float64 only")
+    if kinks:
+        text = f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if overflown:
+        text = f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if zero:
+        text = f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}"
+        yield Said("zero-gradient", text)
+
+
 def gradients(subject: Subject) -> LevelResult:
     """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
     stopped = not_differentiable(subject) or cannot_run_wide(subject)
@@ -435,7 +456,7 @@ def gradients(subject: Subject) -> LevelResult:
     if not numbers(subject.torch_wide):
         return LevelResult("gradients", "not applicable", "the models return no numbers")
     missing, triples = paired_gradients(subject)
-    results, findings, notes, worst = [], missing, [], 0.0
+    results, findings, worst = [], missing, 0.0
     tied: list[str] = []
     zero: list[str] = []
     kinks = subject.kinks if subject.native_gradients else 0
@@ -463,17 +484,7 @@ def gradients(subject: Subject) -> LevelResult:
             lost, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
             findings += lost
             worst = max(worst, ratio)
-    if tied:
-        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
-        notes.append(f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree")
-    if not subject.native_gradients:
-        notes.append("compared in float64 only")
-    if kinks:
-        notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
-    if overflown:
-        notes.append(f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only")
-    if zero:
-        notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
+    notes = list(gradient_notes(subject, tied, kinks, overflown, zero))
     findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)
@@ -641,7 +652,7 @@ def verdict(
         summary,
         figures,
         kept,
-        (*notes, f"{more} more findings are not listed") if more > 0 else notes,
+        (*notes, Said("more-findings", f"{more} more findings are not listed")) if more > 0 else notes,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parity.evidence.calls import ModuleCall
+from parity.evidence.calls import ModuleCall, same
 from parity.evidence.subject import Subject
 from parity.weights.leaf import Layer
 from parity.weights.paths import split
@@ -57,12 +57,19 @@ def partners(
     by_plan(subject, called, found, flax_layers)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
-    alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found]
+    silent = passing_on(torch_calls), passing_on(flax_calls)
+    alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found and path not in silent[0]]
     # What a layer of the ledger is made of inside is that layer's own business.
     whole = tuple(f"{b.path}." for a, b in found.items() if a and ruled(torch_layers.get(a), flax_layers.get(b.path)))
-    theirs = [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken]
+    theirs = [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken and path not in silent[1]]
     alone += [f"{path} (flax only)" for path in theirs if not path.startswith(whole or "\0")]
     return found, tuple(alone)
+
+
+def passing_on(calls: list[ModuleCall]) -> set[str]:
+    """The modules that return what they are given in every call: there is nothing in them to look into."""
+    others = {c.path for c in calls if not c.args or not same(c.args[0], c.output)}
+    return {c.path for c in calls} - others
 
 
 def ruled(mine: Layer | None, theirs: Layer | None) -> bool:

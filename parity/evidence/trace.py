@@ -181,6 +181,8 @@ def paired(
             continue
         if other is None and their_calls[path]:
             continue
+        if other is None and mine.passes_on:
+            continue
         if other is None or (mine.path, mine.call) not in noise:
             unpaired.append(f"{mine.path or 'the model'} (torch only)" + (f", call {mine.call + 1}" if mine.call else ""))
             between.append(mine.path)
@@ -193,7 +195,8 @@ def paired(
         steps.append(step)
         if step.agrees:
             last, between = mine.path, []
-    unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in theirs]
+    alone = [key for key, c in theirs.items() if not c.passes_on]
+    unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in alone]
     return tuple(steps), tuple(dict.fromkeys(unpaired))
 
 

@@ -72,7 +72,8 @@ def owner_of(value: Any, role: str) -> ModuleType:
     if found is None:
         raise InputError(
             f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, a parity.Linen "
-            f"or its variables, or the path of a checkpoint, got {describe(value)}"
+            f"or its variables, or the path of a checkpoint, got {describe(value)}",
+            "no-model",
         )
     return found
 

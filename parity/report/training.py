@@ -78,7 +78,14 @@ def rows(training: "Training") -> list[str]:
     """The drift as a table."""
     wanted = {*SHOWN, training.first, len(training.drift)}
     shown = [drift for drift in training.drift if drift.step in wanted]
-    return [f"{'step':>6} {'loss (torch)':>14} {'flax - torch':>13} {'gradients':>10} {'parameters':>10}", *map(row, shown)]
+    step, *others = columns()
+    heads = [f"{head:>{width}}" for head, width in zip(others, (14, 13, 10, 10))]
+    return [" ".join([f"{step:>6}", *heads]), *map(row, shown)]
+
+
+def columns() -> list[str]:
+    """What the drift tells of each step; behind it stands what has the largest difference."""
+    return ["step", "loss (torch)", "flax - torch", "gradients", "parameters"]
 
 
 def row(drift: "Drift") -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from parity.errors import InputError, first_line
 from parity.evidence.result import Finding, LevelResult
 from parity.report.training import first_lines, headline
+from parity.said import Said
 from parity.training.outcome import Training
 from parity.training.recipe import Recipe, checked_loss
 from parity.training.steps import ALLOWED, Twins, chunks, plain
@@ -93,8 +94,11 @@ def training(plan: Plan) -> tuple[LevelResult, Training | None]:
         "native_ratio": max((step.ratio for step in found.native), default=0.0),
     }
     notes = [*found.notes]
-    notes += [f"gradient is rounding alone, not compared: {', '.join(n for n, _ in found.noise)}"] if found.noise else []
-    notes += [f"without gradient, left alone: {', '.join(found.unused)}"] if found.unused else []
+    if found.noise:
+        text = f"gradient is rounding alone, not compared: {', '.join(n for n, _ in found.noise)}"
+        notes.append(Said("rounding-gradient", text))
+    if found.unused:
+        notes.append(Said("without-gradient", f"without gradient, left alone: {', '.join(found.unused)}"))
     if found.passed:
         return LevelResult("training", "passed", headline(found), figures, notes=tuple(notes)), found
     return LevelResult(

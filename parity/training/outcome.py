@@ -120,6 +120,6 @@ class Training:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("training", self)

@@ -37,9 +37,9 @@ class OptimizerTransfer:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self, leave_out=("value",))
+        return document("optimizer transfer", self, ("value",))
 
 
 def transfer_optimizer(

@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from parity.said import Said
 from parity.weights.claims import Layers, Sides
 from parity.weights.leaf import Layer
 from parity.weights.mirrors import mirror_problems
 from parity.weights.paths import Rename, bare, fits
-from parity.weights.rules import disagreements, refusals, remarks, row_of
+from parity.weights.rules import disagreements, in_words_of, refusals, remarks, row_of
 from parity.weights.unpaired import bare_wrappers
 
 
@@ -27,7 +28,8 @@ class Told:
 
     def left_out(self) -> list[str]:
         """What a reader must know of that."""
-        return [f"a setting is left out of the verdict, as asked: {sentence}" for sentence in dict.fromkeys(self.accepted)]
+        told = "a setting is left out of the verdict, as asked"
+        return [Said("setting-left-out", f"{told}: {sentence}") for sentence in dict.fromkeys(self.accepted)]
 
 
 def setting_path(sentence: str) -> str:
@@ -56,10 +58,10 @@ def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:
         for twin in next((other[name] for name in names if name in other), []):
             mine, theirs = (layer, twin) if sides[0] == "torch" else (twin, layer)
             row = row_of(mine.kinds, theirs.kinds)
-            told.disagreeing.extend(disagreements(row, mine, theirs))
-            told.disagreeing.extend([] if row else mirror_problems(mine, theirs))
-            told.refused.extend(refusals(row, mine, theirs))
-            told.notes.extend(remarks(row, mine, theirs))
+            wrong = [*disagreements(row, mine, theirs), *([] if row else mirror_problems(mine, theirs))]
+            told.disagreeing.extend(in_words_of(theirs, sentence) for sentence in wrong)
+            told.refused.extend(in_words_of(theirs, sentence) for sentence in refusals(row, mine, theirs))
+            told.notes.extend(in_words_of(theirs, sentence) for sentence in remarks(row, mine, theirs))
             wrapped |= {theirs.own_path} if row else set()
     told.refused.extend(bare_wrappers(layers[sides.index("flax")], wrapped))
     return told

@@ -127,7 +127,7 @@ def pair(
         alone=tuple(both.whole.alone + apart.alone + left.alone + told.notes),
         zeros=tuple(apart.zeros),
         aside=tuple(both.whole.aside + apart.aside),
-        notes=tuple(in_words(note, names) for note in (*both.whole.notes, *restored_ties(met.pairs), *told.left_out())),
+        notes=(*(in_words(note, names) for note in (*both.whole.notes, *restored_ties(met.pairs))), *told.left_out()),
         unpaired=tuple(replace(one, reason=in_words(one.reason, names)) for one in left.unpaired),
     )
 

@@ -5,6 +5,7 @@ is one row here and one row in its test.
 """
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -539,6 +540,18 @@ LINEN = {
         )
     },
 }
+
+
+def in_words_of(layer: Layer | None, sentence: str) -> str:
+    """A sentence that names layers of NNX in the names that a Linen user knows, if the layer is one of Linen's."""
+    if layer is None or not any(kind.startswith("flax.linen.") for kind in layer.kinds):
+        return sentence
+
+    def own(found: re.Match[str]) -> str:
+        return LINEN.get(f"flax.nnx.{found[1]}", f"flax.linen.{found[1]}").removeprefix("flax.")
+
+    return re.sub(r"\bnnx\.(\w+)", own, sentence)
+
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}

@@ -121,9 +121,9 @@ class Transfer:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self, leave_out=("value", "rename")) | {"arrays": len(self.plan), "bytes": self.bytes}
+        return document("transfer", self, ("value", "rename"), arrays=len(self.plan), bytes=self.bytes)
 
 
 def transfer(

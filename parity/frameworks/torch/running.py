@@ -1,6 +1,7 @@
 """Running PyTorch models on copies of their parameters."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -339,9 +340,34 @@ def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tupl
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices, for the report."""
+    """Version, devices and settings as they are now, for the report."""
     devices = ["cpu"] + [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"torch": str(torch.__version__), "torch devices": ", ".join(devices)}
+    with warnings.catch_warnings():
+        # Which of its two ways of setting TF32 was used is not looked into; reading the other one may warn.
+        warnings.simplefilter("ignore")
+        products, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    tiny = torch.full((1,), torch.finfo(torch.float32).tiny / 4, device="cpu")
+    return {
+        "torch": str(torch.__version__),
+        "torch build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        "torch devices": ", ".join(devices),
+        "torch threads": str(torch.get_num_threads()),
+        "torch default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "torch float32 products, as set": products,
+        "torch cuDNN TF32, as set": "on" if tf32 else "off",
+        "torch algorithms, as set": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
+        "torch denormals": "kept" if bool((tiny * 1.0 != 0).any()) else "turned to zero",
+        "torch and NumPy": bridge(),
+    }
+
+
+def bridge() -> str:
+    """Whether torch takes arrays from NumPy: one that was built for another NumPy does not."""
+    try:
+        torch.from_numpy(np.zeros(1, np.float32)).numpy()
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "work together"
 
 
 def gpu_missing() -> str | None:
