@@ -386,7 +386,7 @@ def changed(call: Call, change: Callable[[str, np.ndarray], np.ndarray]) -> Call
     def apply(path: str, value: Any) -> Any:
         return change(path, value) if path in call.castable else value
 
-    return Call(mapped(apply, call.args, "args"), mapped(apply, dict(call.kwargs), "kwargs"), call.castable)
+    return Call(mapped(apply, call.args, "args"), mapped(apply, dict(call.kwargs), "kwargs"), call.castable, call.added)
 
 
 def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -408,11 +408,9 @@ def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     new_args, new_kwargs = mapped(plain, tuple(args), "args"), mapped(plain, dict(kwargs), "kwargs")
     masks = mask_paths(torch_model, args, kwargs)
-    call = Call(new_args, new_kwargs)
-    values = [
-        path for path, array in arrays_of(call) if "float" in str(array.dtype) and not any(path.startswith(m) for m in masks)
-    ]
-    return Call(new_args, new_kwargs, frozenset(values))
+    floats = [path for path, array in arrays_of(Call(new_args, new_kwargs)) if "float" in str(array.dtype)]
+    values = frozenset(path for path in floats if not any(path.startswith(m) for m in masks))
+    return Call(new_args, new_kwargs, values, frozenset(floats) - values)
 
 
 def plain_masks(given: Any) -> Any:
