@@ -19,6 +19,8 @@ class Call:
         kwargs: keyword arguments likewise.
         castable: paths of the floating point arrays that carry values, not masks: they take
             on the dtype of a run and get gradients.
+        added: paths of the floating point masks: torch adds them to scores of the same dtype alone, so that
+            they too take on the dtype of a run, but they get no gradient and are never drawn.
         masks: paths of the arguments that the model calls masks.
     """
 
@@ -26,6 +28,11 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     castable: frozenset[str] = frozenset()
     masks: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
+
+    def cast(self, path: str) -> bool:
+        """Whether the array at a path takes on the dtype of a run."""
+        return path in self.castable or path in self.added
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from parity.errors import NotRecordedError, first_line
@@ -160,10 +161,11 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
         if isinstance(expected, str) == isinstance(actual, str) and (isinstance(expected, str) or expected == actual):
             continue
         sentence = f"{what}: expected (torch) {outcome(expected)}; actual (flax) {outcome(actual)}"
-        # A natural port promotes where torch refuses, or has a norm without parameters that takes any width; where
-        # torch is defined that is no other function.
-        lenient = isinstance(expected, str)
-        if (soft or lenient) and not strict:
+        # A natural port promotes where torch refuses, or has a norm without parameters that takes any width; or it
+        # refuses aloud what torch happens to take, as jax.nn.dot_product_attention does values of another width
+        # than the keys'. On what both take that is no other function.
+        one_refuses = isinstance(expected, str) or isinstance(actual, str)
+        if (soft or one_refuses) and not strict:
             notes.append(Said("dtype-not-refused", f"also tried, counts only with strict=True: {sentence}"))
         else:
             findings.append(Finding("input", sentence))
@@ -212,6 +214,8 @@ def identical(subject: Subject) -> LevelResult:
     """Both sides in float64, rounded once to float32: bit-equal, but for proved rounding ties."""
     if not numbers(subject.torch_native):
         return LevelResult("identical", "not applicable", "the torch model returns no numbers")
+    if only_whole_numbers(subject):
+        return LevelResult("identical", "not applicable", NOTHING_TO_WIDEN)
     stopped = cannot_run_wide(subject)
     if stopped:
         return LevelResult("identical", "not run", stopped)
@@ -354,6 +358,15 @@ def cannot_run_wide(subject: Subject) -> str | None:
     return None
 
 
+NOTHING_TO_WIDEN = "nothing that the models are given or hold is a floating point number, so that none runs in float64"
+
+
+def only_whole_numbers(subject: Subject) -> bool:
+    """Whether floating point outputs come of ids, flags and lengths alone: no run in another dtype is another run."""
+    held = [leaf for leaf in subject.torch.leaves(subject.torch_model) if "float" in leaf.dtype]
+    return bool(floats(subject.torch_native)) and not held and not subject.call.castable
+
+
 def numbers(run: Evaluation) -> bool:
     return any(isinstance(array, np.ndarray) and array.size for array in run.outputs.values())
 
@@ -384,13 +397,41 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
                 findings.append(Finding(where, "cannot be compared: see the level structure"))
                 continue
             found, ratio = imprecise(subject, where, "outputs", path, actual, wide(expected))
-            findings += found
+            findings += found or narrowed(where, actual, subject.torch_native.outputs[path])
             worst, measured = max(worst, ratio), measured + 1
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
     if findings:
         figures["atol"] = max(finding.figures.get("atol", 0.0) for finding in findings)
     summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed" if measured else NOTHING
     return verdict("native", findings, summary, figures, tuple(notes))
+
+
+# So many values that hold by chance what a narrower dtype can hold are unlikely: each does in one of 256 cases or fewer.
+FEW = 8
+
+
+def narrowed(where: str, actual: np.ndarray, expected: np.ndarray) -> list[Finding]:
+    """An output of more digits than the model's dtype has, or as many, of which Flax uses those of a narrower one alone.
+
+    The noise of a model in bfloat16 hides what a softmax in bfloat16 loses, but torch's float32 result holds it.
+    """
+    for narrow in (ml_dtypes.bfloat16, np.float16):
+        if actual.dtype != expected.dtype or actual.dtype.itemsize <= np.dtype(narrow).itemsize:
+            continue
+        full, cut = (used(array, narrow) for array in (expected, actual))
+        if full.size >= FEW and full.mean() > 0.5 and cut.size and not cut.any():
+            what = (
+                f"{actual.dtype} that holds numbers of {np.dtype(narrow)} alone, torch's has more digits: it was rounded there"
+            )
+            return [Finding(where, f"{what}; compute it in {actual.dtype}")]
+    return []
+
+
+def used(array: np.ndarray, narrow: Any) -> np.ndarray:
+    """Which of the finite numbers other than 0 need more digits than a dtype has."""
+    values = array[np.isfinite(array) & (array != 0)]
+    with np.errstate(over="ignore"):
+        return np.asarray(values.astype(narrow).astype(values.dtype) != values)
 
 
 def imprecise(
@@ -446,6 +487,8 @@ def gradient_notes(subject: Subject, tied: list[str], kinks: int, overflown: int
 
 def gradients(subject: Subject) -> LevelResult:
     """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
+    if only_whole_numbers(subject):
+        return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     stopped = not_differentiable(subject) or cannot_run_wide(subject)
     if isinstance(stopped, LevelResult):
         return stopped

@@ -61,4 +61,4 @@ def probe_call(call: Call, bits: Mapping[str, int], seed: int) -> Call:
         assert isinstance(value, np.ndarray)
         return dyadic(value.shape, bits[path], rng).astype(np.float32)
 
-    return Call(mapped(replaced, call.args, "args"), mapped(replaced, dict(call.kwargs), "kwargs"), call.castable)
+    return Call(mapped(replaced, call.args, "args"), mapped(replaced, dict(call.kwargs), "kwargs"), call.castable, call.added)

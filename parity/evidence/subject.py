@@ -454,8 +454,9 @@ def as_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     new_args, new_kwargs = mapped(plain, tuple(args), "args"), mapped(plain, dict(kwargs), "kwargs")
     masks = tuple(mask_paths(model, args, kwargs))
     call = Call(new_args, new_kwargs, masks=masks)
-    values = [path for path, array in arrays_of(call) if "float" in str(array.dtype) and not path.startswith(masks)]
-    return replace(call, castable=frozenset(values))
+    floats = frozenset(path for path, array in arrays_of(call) if "float" in str(array.dtype))
+    values = frozenset(path for path in floats if not path.startswith(masks))
+    return replace(call, castable=values, added=floats - values)
 
 
 def plain_masks(given: Any) -> Any:

@@ -75,7 +75,7 @@ class Arguments:
             if path in call.castable:
                 self.values[path] = jnp.asarray(cast(value, dtype))
             else:
-                self.others[path] = exact(path, value)
+                self.others[path] = exact(path, cast(value, dtype) if path in call.added else value)
             return Slot(path)
 
         self.skeleton = freeze((mapped(take, call.args, "args"), mapped(take, dict(call.kwargs), "kwargs")))

@@ -174,7 +174,7 @@ def prepare(model: Linen, call: Call, dtype: str | None, weights: Mapping[str, n
         new = array if drawn else jnp.asarray(cast(to_numpy(array if given is None else given), dtype))
         (parameters if keys[0] == "params" else variables)[keys] = new
     own = mapped(lambda _, value: np.array(to_numpy(value)) if is_array(value) else value, dict(model.kwargs))
-    whole = Call(call.args, {**own, **call.kwargs}, call.castable)
+    whole = Call(call.args, {**own, **call.kwargs}, call.castable, call.added)
     program = Applied(model.module, model.method, dtype == "float64")
     return program, parameters, {"variables": variables, "rngs": dict(model.rngs)}, Arguments(whole, dtype)
 
@@ -235,11 +235,12 @@ def traced(model: Linen, call: Call, dtype: str | None = None) -> tuple[str, lis
 
 
 def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when variables and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when variables and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         return dtypes_of_outputs(prepare(model, call, dtype, None))
 
 

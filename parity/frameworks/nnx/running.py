@@ -185,10 +185,11 @@ def traced(model: Any, call: Call, dtype: str | None = None) -> tuple[str, list[
 
 
 def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, *rest = prepare(model, call, dtype, None)
         return dtypes_of_outputs((Graph(graphdef), *rest))

@@ -26,6 +26,9 @@ class Widened(TorchDispatchMode):
         cast = func.overloadpacket is torch.ops.aten._to_copy and args[0].dtype == torch.float64
         if cast and kwargs.get("dtype") in self.kept_from:
             kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch.ops.aten.hardsigmoid_backward.default and args[0].dtype == torch.float64:
+            # Torch's kernel multiplies by one sixth in float32, whatever it is given.
+            return torch.where(args[1].abs() < 3, args[0] / 6, 0.0)
         return func(*args, **kwargs)
 
 

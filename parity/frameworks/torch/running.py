@@ -210,7 +210,7 @@ def evaluate(
     def as_tensor(path: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return value
-        tensor = fresh(from_numpy(value), dtype if path in call.castable else None, device)
+        tensor = fresh(from_numpy(value), dtype if call.cast(path) else None, device)
         arrays[path] = tensor
         if wants_gradients and tensor.is_floating_point() and path in call.castable:
             inputs[path] = tensor.requires_grad_()
@@ -226,7 +226,7 @@ def evaluate(
     names = {id(tensor): f"parameter {path}" for path, tensor in replaced.items()}
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
-    widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
+    widened = Widened(model_dtype(model)) if dtype == "float64" else contextlib.nullcontext()
     grad = torch.enable_grad() if wants_gradients else torch.no_grad()
     with grad, widened, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
         output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
@@ -322,7 +322,8 @@ def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[
 
 
 def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
