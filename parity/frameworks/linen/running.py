@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -174,7 +174,7 @@ def prepare(model: Linen, call: Call, dtype: str | None, weights: Mapping[str, n
         new = array if drawn else jnp.asarray(cast(to_numpy(array if given is None else given), dtype))
         (parameters if keys[0] == "params" else variables)[keys] = new
     own = mapped(lambda _, value: np.array(to_numpy(value)) if is_array(value) else value, dict(model.kwargs))
-    whole = Call(call.args, {**own, **call.kwargs}, call.castable, call.added)
+    whole = replace(call, kwargs={**own, **call.kwargs})
     program = Applied(model.module, model.method, dtype == "float64")
     return program, parameters, {"variables": variables, "rngs": dict(model.rngs)}, Arguments(whole, dtype)
 
