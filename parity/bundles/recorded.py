@@ -191,8 +191,8 @@ class Recorded(Tree):
         """The calls of all modules."""
         return list(self.answered("observe", call, (), options))
 
-    def capture(self, value: Any, call: Call, **options: Any) -> tuple[Evaluation, list[Captured]]:
-        """What every module returned, and the model."""
+    def capture(self, value: Any, call: Call, *, keep: Any = None, **options: Any) -> tuple[Evaluation, list[Captured]]:
+        """What every module returned, and the model; `keep` puts nothing aside that lies in the file already."""
         calls = self.observe(value, call, **options)
         records = [
             Captured(

@@ -2,12 +2,13 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from parity.evidence.faults import SourceLine
+from parity.evidence.shelf import taken
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Captured:
     Attributes:
         path: the submodule's dotted path, in torch's words.
         call: 0 for its first call, 1 for its second.
-        outputs: arrays by path in the returned tree.
+        outputs: arrays, or what stands for them where they were put aside, by path in the returned tree.
         inputs: the positional arguments that are arrays, by position.
     """
 
@@ -79,7 +80,12 @@ class Captured:
     @property
     def passes_on(self) -> bool:
         """Whether it returned what it was given, as dropout in eval mode does: there is nothing in it to look into."""
-        return list(self.outputs) == [""] and 0 in self.inputs and same(self.inputs[0], self.outputs[""])
+        return list(self.outputs) == [""] and 0 in self.inputs and same(taken(self.inputs[0]), taken(self.outputs[""]))
+
+    def taken(self, *, inputs: bool = True) -> "Captured":
+        """The same with its arrays in memory, those of its inputs only if asked for."""
+        outputs = {path: taken(value) for path, value in self.outputs.items()}
+        return replace(self, outputs=outputs, inputs={n: taken(a) for n, a in self.inputs.items()} if inputs else {})
 
 
 def same(given: Any, returned: Any) -> bool:

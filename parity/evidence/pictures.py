@@ -53,8 +53,8 @@ def picture(output: str, expected: np.ndarray, actual: np.ndarray, allowed: floa
     wrong = error > 0
     bins = binned(error[wrong])
     levels = magnitude(expected)[wrong]
-    table = np.zeros((MAGNITUDES, len(ERRORS) + 1), np.int64)
-    np.add.at(table, (levels, bins), 1)
+    counts = np.bincount(levels * (len(ERRORS) + 1) + bins, minlength=MAGNITUDES * (len(ERRORS) + 1))
+    table = counts.reshape(MAGNITUDES, len(ERRORS) + 1)
     axes, cells = cells_of(error)
     return Picture(
         output,

@@ -25,6 +25,7 @@ from parity.evidence.partners import known_names
 from parity.evidence.pictures import Picture, picture
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.sampling import Sample, at_same_places, shape_of
+from parity.evidence.shelf import Shelf
 from parity.evidence.subject import Subject
 from parity.evidence.trial import broadcasts_alike, is_array
 from parity.weights.paths import Rename
@@ -68,32 +69,32 @@ def trace(
 
 def trace_subject(subject: Subject) -> Trace:
     """`trace` for models that are already checked."""
+    shelf = Shelf()
     try:
         with subject.torch.pinned():
-            _, plain = subject.torch.capture(subject.torch_model, subject.call)
-            _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64")
+            _, plain = subject.torch.capture(subject.torch_model, subject.call, keep=shelf.put)
+            _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64", keep=shelf.put)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
     try:
-        actual = flax_modules(subject)
+        actual = flax_modules(subject, shelf)
     except NotRecordedError:
         raise
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
-    expected, plain, actual = (subject.padding.modules(records) for records in (expected, plain, actual))
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
-    actual = in_torchs_order(subject, expected, shared_names(subject, actual, wanted))
-    steps, unpaired = paired(expected, plain, actual, renames)
+    actual = shared_names(subject, actual, wanted)
+    steps, unpaired = paired(expected, plain, actual, renames, Desk(subject))
     return Trace(settled(steps), unpaired)
 
 
-def flax_modules(subject: Subject) -> list[Captured]:
+def flax_modules(subject: Subject, shelf: Shelf) -> list[Captured]:
     """What every module returned; of the model alone where modules run inside a transformation of jax."""
     try:
-        return subject.flax.capture(subject.flax_model, subject.call, dtype="float64")[1]
+        return subject.flax.capture(subject.flax_model, subject.call, dtype="float64", keep=shelf.put)[1]
     except NotRecordedError:
         raise
     except Exception:
@@ -107,19 +108,26 @@ def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> 
     return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
 
 
-def in_torchs_order(subject: Subject, expected: list[Captured], actual: list[Captured]) -> list[Captured]:
-    """The same, with what layers take and return laid out as torch lays it, where the ledger tells how it is in Flax."""
-    torch_layers = {subject.pairing.renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
-    flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
-    returned = {(subject.pairing.renames.apply(c.path)[0], c.call): c.outputs for c in expected}
-    found = []
-    for one in actual:
-        mine, theirs = torch_layers.get(one.path), flax_layers.get(one.path)
+class Desk:
+    """Lays what one pair of calls recorded side by side; only there its arrays are in memory."""
+
+    def __init__(self, subject: Subject):
+        self.blank = subject.padding.modules
+        renames = subject.pairing.renames
+        self.torch_layers = {renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
+        self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+
+    def lay(self, *records: Captured, inputs: bool = False) -> tuple[Captured, Captured, Captured]:
+        """Torch's call, its run in the models' dtype, and Flax's, as they are compared: padding blank, axes as in torch."""
+        mine, own, theirs = self.blank([one.taken(inputs=inputs) for one in records])
+        return mine, own, self.in_torchs_order(theirs, mine.outputs)
+
+    def in_torchs_order(self, one: Captured, returned: Mapping[str, Any]) -> Captured:
+        """What a layer takes and returns laid out as torch lays it, where the ledger tells how it is in Flax."""
+        mine, theirs = self.torch_layers.get(one.path), self.flax_layers.get(one.path)
         # The models themselves are given the same by the caller.
         rule = convention(mine, theirs) if one.path and mine and theirs else None
-        known = returned.get((one.path, one.call), {})
-        found.append(laid_out(one, rule, known) if rule else replace(one, outputs=in_shape(one, known)))
-    return found
+        return laid_out(one, rule, returned) if rule else replace(one, outputs=in_shape(one, returned))
 
 
 def in_shape(one: Captured, returned: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def laid_out(one: Captured, rule: Convention, returned: Mapping[str, Any]) -> Ca
 
 
 def paired(
-    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename
+    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename, desk: Desk
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """Steps in torch's order, and what has no counterpart on the other side."""
     noise = {(c.path, c.call): c for c in plain}
@@ -188,9 +196,10 @@ def paired(
             between.append(mine.path)
             continue
         own = noise[(mine.path, mine.call)]
-        step = compare_step(mine, own, other, last)
+        step = compare_step(*desk.lay(mine, own, other), last)
         if step.divergence:
-            told = replace(step.divergence, inputs=inputs_agree(mine, own, other), between=tuple(between))
+            same = inputs_agree(*desk.lay(mine, own, other, inputs=True))
+            told = replace(step.divergence, inputs=same, between=tuple(between))
             step = replace(step, divergence=told)
         steps.append(step)
         if step.agrees:

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.errors import first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
+from parity.evidence.shelf import as_is
 from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.torch.keeping import as_it_was, written
@@ -296,17 +298,52 @@ def backward(
     return {path: np.array(to_numpy(gradient)) for path, gradient in zip(leaves, found, strict=True)}
 
 
-def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
-    """Run a model and record every submodule's output, in the order in which they finish."""
+class Copies:
+    """Copies of tensors in NumPy; a tensor that is seen again is copied again only if it was written into.
+
+    Args:
+        keep: gets each copy; what it returns stands for the tensor.
+    """
+
+    def __init__(self, keep: Callable[[np.ndarray], Any]):
+        self.keep = keep
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """What stands for a tensor; anything else is itself."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_inference():
+            # Nobody counts what is written into those.
+            return self.keep(plain(value))
+        there, version, kept = self.known.get(id(value), (None, 0, None))
+        if there is None or there() is not value or version != value._version:
+            kept = self.keep(plain(value))
+            self.known[id(value)] = weakref.ref(value), value._version, kept
+        return kept
+
+
+def capture(
+    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+) -> tuple[Evaluation, list[Captured]]:
+    """Run a model and record every submodule's output, in the order in which they finish.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        keep: gets every array as its module returns; what it returns stands on the record.
+    """
     records: list[Captured] = []
+    copies = Copies(keep)
     counts: dict[str, int] = {}
     handles = []
 
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             counts[path] = counts.get(path, 0) + 1
-            values = {name: plain(value) for name, value in flatten(output, is_array)}
-            given = {number: plain(value) for number, value in enumerate(inputs) if is_array(value)}
+            values = {name: copies.of(value) for name, value in flatten(output, is_array)}
+            given = {number: copies.of(value) for number, value in enumerate(inputs) if is_array(value)}
             records.append(Captured(path, counts[path] - 1, values, given))
 
         return record
