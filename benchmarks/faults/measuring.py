@@ -35,8 +35,8 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
     Returns:
         Plain data, see `benchmarks/results/faults.json`: `found`; `exact`, whether that module and no other
         is named; `cause`, whether the right cause is ranked first there; `operation`, the operation that
-        is named, None where none is; and what the usual practice finds. Of a fault that is `silent` no number shows on these inputs; what a
-        comparison says that is `refused` stands there as it is.
+        is named, None where none is; `silent`, whether no number shows it on these inputs; `refused`, what is
+        said by a comparison that is refused; and what the usual practice finds.
     """
     args = model.inputs(np.random.default_rng(seed))
     theirs, mine = model.make(Plan(fault), seed)
