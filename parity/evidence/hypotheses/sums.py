@@ -11,13 +11,15 @@ from parity.evidence.trial import Place
 
 
 def summing(suspect: Suspect) -> Iterator[Variant]:
-    """An operand of a sum left out, or taken twice."""
+    """An operand of a sum left out, taken twice, or with the other sign."""
     for op in suspect.named("add", "sub"):
         if len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]:
             for edit in ("left out", "other operand"):
                 yield Variant("one term of a sum is not added", "add both", suspect.edited([op], edit))
             for operand in (0, 1):
                 yield Variant("one term of a sum is added twice", "add it once", suspect.edited([op], "twice", operand=operand))
+                what = f"one term has the other sign where torch computes {op.name.strip('_')}"
+                yield Variant(what, "give it torch's sign", suspect.edited([op], "other sign", operand=operand))
     for place, delta in finite_differences(suspect):
         for name, array in addends(suspect, delta.shape):
             yield from in_part(suspect, place, delta, name, array)

@@ -137,6 +137,11 @@ def other_operand(run: Edit, args: Any, kwargs: Any) -> Any:
     return args[1].clone()
 
 
+def other_sign(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
+    """One operand with the other sign."""
+    return run(*args[:operand], -args[operand], *args[operand + 1 :], **kwargs)
+
+
 def scaled_input(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
     """The first operand times a number."""
     return run(args[0] * factor, *args[1:], **kwargs)
@@ -580,6 +585,7 @@ EDITS: dict[str, Edit] = {
     "keyword": keyword,
     "left out": left_out,
     "other operand": other_operand,
+    "other sign": other_sign,
     "scaled input": scaled_input,
     "scaled output": scaled_output,
     "twice": twice,
