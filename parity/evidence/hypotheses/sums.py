@@ -80,9 +80,14 @@ def scaling(suspect: Suspect) -> Iterator[Variant]:
     yield from factor(suspect)
     for op in suspect.named("mul", "div"):
         number = op.args[1] if len(op.args) > 1 else None
+        does, other = ("multiply", "divide") if op.name.startswith("mul") else ("divide", "multiply")
+        if len(op.shapes) == 2:
+            taken, wanted = ("quotient", "product") if does == "multiply" else ("product", "quotient")
+            what = f"Flax takes the {taken} of two arrays where torch takes their {wanted}"
+            yield Variant(what, f"{does} the first by the second", suspect.edited([op], "inverted"))
         if not isinstance(number, int | float) or not number:
             continue
-        does, other, by = ("multiply", "divide", number) if op.name.startswith("mul") else ("divide", "multiply", 1 / number)
+        by = number if does == "multiply" else 1 / number
         name = named_factor(number, op.shape)
         for edit, settings, what in (
             ("left out", {}, f"Flax does not {does} by {name}"),

@@ -511,3 +511,12 @@ def flax_turned(x):
 def test_a_term_with_the_other_sign_is_told():
     says = "one term has the other sign where torch computes add"
     diagnosed(*held(torch_turned, flax_turned, "sign"), FEATURES, path="core", cause="terms", says=says)
+
+
+def test_a_product_for_a_quotient_is_told():
+    def wrong(x):
+        return x * (2 + jnp.abs(x).sum(-1, keepdims=True))
+
+    pair = held(lambda x: x / (2 + x.abs().sum(-1, keepdim=True)), wrong, "quotient")
+    says = "Flax takes the product of two arrays where torch takes their quotient; divide the first by the second"
+    diagnosed(*pair, FEATURES, path="core", cause="factor", says=says)
