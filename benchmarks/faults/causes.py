@@ -7,7 +7,7 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mutated epsilon", ("epsilon",)),
     ("mutated kernel", ("weights", "kernel layout")),
     ("mutated scale left at one", ("weights", "scale")),
-    ("mutated term left out", ("residual", "terms", "another value", "bias", "factor")),
+    ("mutated term left out", ("residual", "terms", "another value", "bias", "factor", "epsilon")),
     ("mutated minus for plus", ("factor", "terms", "residual")),
     ("mutated product for quotient", ("softmax scale", "factor", "scale")),
     ("mutated factor left out", ("scale", "factor", "softmax scale", "another value", "activation")),

@@ -35,7 +35,8 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
     Returns:
         Plain data, see `benchmarks/results/faults.json`: `found`; `exact`, whether that module and no other
         is named; `cause`, whether the right cause is ranked first there; `operation`, the operation that
-        is named, None where none is; and what the usual practice finds.
+        is named, None where none is; `silent`, whether no number shows it on these inputs; `refused`, what is
+        said by a comparison that is refused; and what the usual practice finds.
     """
     args = model.inputs(np.random.default_rng(seed))
     theirs, mine = model.make(Plan(fault), seed)
@@ -56,6 +57,7 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
         "modules": sorted({one.path for one in found.isolation.faults}) if found else [],
         "causes": [cause.hypothesis for cause in found.causes_of(fault.places[0])] if found and fault else [],
         "operation": operation_at(found, places or fault.places) if found and fault else None,
+        "silent": is_silent(found) if found else False,
         "settings": list(found.settings) if found else [],
         "tried": found.tried if found else 0,
         "seconds": round(seconds, 2),
@@ -109,6 +111,12 @@ def judged(row: Row, found: Diagnosis | None, fault: Fault, theirs: torch.nn.Mod
     by_setting = not row["modules"] and any(sentence.partition(":")[0] == fault.place for sentence in row["settings"])
     first = bool(row["causes"]) and row["causes"][0] in wanted(fault.kind)
     return row["modules"] == sorted(fault.places) or by_setting, first or by_setting
+
+
+def is_silent(found: Diagnosis) -> bool:
+    """Whether nothing that is computed differs: then a setting or an array is named, and no operation can be."""
+    differing = [one.where for module in found.isolation.faults for one in module.differences]
+    return all(where.startswith("array ") for where in differing)
 
 
 def operation_at(found: Diagnosis, places: tuple[str, ...]) -> str | None:

@@ -14,10 +14,10 @@ class Difference:
         where: an output, or what the module gives one that it calls.
         ratio: the largest difference over what rounding explains.
         differing: how many values differ, and `elements`, of how many.
-        worst: index of the largest difference.
+        worst: index of the largest difference beyond what rounding explains there.
         flax: the value there.
         torch: the value there.
-        difference: between them; the smallest absolute tolerance that would have passed.
+        difference: between them; the smallest absolute tolerance that would have let those pass that differ.
         reason: in words, where it is no matter of numbers: a shape, a missing output, NaN.
     """
 

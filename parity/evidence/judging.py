@@ -68,7 +68,7 @@ def gross(trial: Trial, place: Place, tight: np.ndarray, loose: np.ndarray) -> n
 def in_rows_alone(trial: Trial, differences: Sequence[Difference]) -> bool:
     """Whether all that differs is numbers that the noise of larger rows would explain."""
     told = {one.where for one in differences}
-    if any(one.reason or not np.isfinite(one.ratio) for one in differences):
+    if any(one.reason for one in differences):
         return False
     places = [(place, limit) for place, limit in trial.bounds.items() if str(place) in told]
     return all((gap_at(trial, place) <= largest_like_it(trial, place, limit)).all() for place, limit in places)

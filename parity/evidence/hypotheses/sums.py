@@ -12,13 +12,15 @@ from parity.evidence.trial import Place, is_array
 
 
 def summing(suspect: Suspect) -> Iterator[Variant]:
-    """An operand of a sum left out, or taken twice."""
+    """An operand of a sum left out, taken twice, or with the other sign."""
     for op in suspect.named("add", "sub"):
         if len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]:
             for edit in ("left out", "other operand"):
                 yield Variant("one term of a sum is not added", "add both", suspect.edited([op], edit))
             for operand in (0, 1):
                 yield Variant("one term of a sum is added twice", "add it once", suspect.edited([op], "twice", operand=operand))
+                what = f"one term has the other sign where torch computes {op.name.strip('_')}"
+                yield Variant(what, "give it torch's sign", suspect.edited([op], "other sign", operand=operand))
     for place, delta in finite_differences(suspect):
         for name, array in addends(suspect, delta.shape):
             yield from in_part(suspect, place, delta, name, array)
@@ -100,9 +102,14 @@ def scaling(suspect: Suspect) -> Iterator[Variant]:
     yield from factor(suspect)
     for op in suspect.named("mul", "div"):
         number = op.args[1] if len(op.args) > 1 else None
+        does, other = ("multiply", "divide") if op.name.startswith("mul") else ("divide", "multiply")
+        if len(op.shapes) == 2:
+            taken, wanted = ("quotient", "product") if does == "multiply" else ("product", "quotient")
+            what = f"Flax takes the {taken} of two arrays where torch takes their {wanted}"
+            yield Variant(what, f"{does} the first by the second", suspect.edited([op], "inverted"))
         if not isinstance(number, int | float) or not number:
             continue
-        does, other, by = ("multiply", "divide", number) if op.name.startswith("mul") else ("divide", "multiply", 1 / number)
+        by = number if does == "multiply" else 1 / number
         name = named_factor(number, op.shape)
         for edit, settings, what in (
             ("left out", {}, f"Flax does not {does} by {name}"),

@@ -76,9 +76,12 @@ def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
                 parts |= {"the mean": array.mean(axis), "the sum": array.sum(axis), "the maximum": array.max(axis)}
                 torchs = next((part for part, value in parts.items() if np.array_equal(value, mine)), "")
                 source = f"{torchs} there" if torchs else "what torch does"
+                # Where torch takes no part of it either, it is another value that is wrong, and a part of that is taken.
+                cause = "" if torchs else "another value"
                 for part, value in parts.items():
                     if not np.array_equal(value, mine):
-                        yield Variant(f"{place} is {part} along axis {axis} of {name}", f"take {source}", at(place, value))
+                        what = f"{place} is {part} along axis {axis} of {name}"
+                        yield Variant(what, f"take {source}", at(place, value), name=cause)
 
 
 def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str, list[Place]]:

@@ -137,6 +137,16 @@ def other_operand(run: Edit, args: Any, kwargs: Any) -> Any:
     return args[1].clone()
 
 
+def other_sign(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
+    """One operand with the other sign."""
+    return run(*args[:operand], -args[operand], *args[operand + 1 :], **kwargs)
+
+
+def inverted(run: Edit, args: Any, kwargs: Any) -> Any:
+    """A product for a quotient, or the other way round."""
+    return run(args[0], 1 / args[1], *args[2:], **kwargs)
+
+
 def scaled_input(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
     """The first operand times a number."""
     return run(args[0] * factor, *args[1:], **kwargs)
@@ -595,6 +605,8 @@ EDITS: dict[str, Edit] = {
     "keyword": keyword,
     "left out": left_out,
     "other operand": other_operand,
+    "other sign": other_sign,
+    "inverted": inverted,
     "scaled input": scaled_input,
     "scaled output": scaled_output,
     "twice": twice,

@@ -496,3 +496,27 @@ def test_a_norm_left_out_of_a_sum_is_no_other_residual():
     parity.transfer(torch_model, flax_model)
     found = diagnosed(torch_model, flax_model, FEATURES, path="", cause="another value", says="norm is left out")
     assert "residual" not in {cause.hypothesis for cause in found.causes}, str(found)
+
+
+def torch_turned(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * 2 - b * 3, b * 2 + a * 3], -1)
+
+
+def flax_turned(x):
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * 2 - b * 3, b * 2 - a * 3], -1)
+
+
+def test_a_term_with_the_other_sign_is_told():
+    says = "one term has the other sign where torch computes add"
+    diagnosed(*held(torch_turned, flax_turned, "sign"), FEATURES, path="core", cause="terms", says=says)
+
+
+def test_a_product_for_a_quotient_is_told():
+    def wrong(x):
+        return x * (2 + jnp.abs(x).sum(-1, keepdims=True))
+
+    pair = held(lambda x: x / (2 + x.abs().sum(-1, keepdim=True)), wrong, "quotient")
+    says = "Flax takes the product of two arrays where torch takes their quotient; divide the first by the second"
+    diagnosed(*pair, FEATURES, path="core", cause="factor", says=says)

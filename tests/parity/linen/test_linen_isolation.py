@@ -455,6 +455,6 @@ def test_weights_that_were_not_loaded_are_the_cause_where_flax_has_part_of_an_ar
     assert found.causes[0].hypothesis == "weights" and "gru.bias_hh_l0" in found.causes[0].what, str(found)
     # Of one block that is wrong the others are torch's.
     filled_in = ours, parity.transfer(ours, parity.Linen(Gated(), None, features)).value
-    changed = altered(filled_in[1], "params.gru.cell.hn.bias", lambda bias: 2 * bias)
+    changed = altered(filled_in[1], "params.GRUCell_0.hn.bias", lambda bias: 2 * bias)
     found = parity.diagnose(ours, changed, features)
     assert "gru.bias_hh_l0: Flax's is 2 times torch's" in found.causes[0].what, str(found)
