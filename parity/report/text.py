@@ -133,6 +133,8 @@ def next_lines(report: "Report") -> list[str]:
         return []
     if report.diagnosis is None:
         return ["  next: parity.diagnose tells which modules are wrong, and why"]
+    if not faults and report.backward and report.backward.faults:
+        return ["  next: look in these modules for what stops or changes a gradient: stop_gradient, custom_jvp, custom_vjp, detach"]
     if not faults:
         return ["  next: parity.trace shows every module in torch's order"]
     known = "make the change, then compare again"
@@ -145,6 +147,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
     if not faults:
         return []
     lines = ["", wrong_modules(diagnosis.isolation)]
+    told = [f"  note: {note}" for note in diagnosis.notes[:1]]
     for one in faults[:shown]:
         where = ", in its own code between the modules that it calls" if one.between else ""
         times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
@@ -157,7 +160,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
         lines += [f"  {line}" for line in operation_lines(one.operation)] if full else []
-    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
+    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else []), *told]
 
 
 def backward_lines(isolation: "Isolation", shown: int = SHOWN) -> list[str]:

@@ -1,5 +1,6 @@
 """The table of hypotheses, and the door by which users add theirs."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -135,11 +136,25 @@ def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) 
         problems.append(f"there is a hypothesis {name!r} already; choose another name{taken_back(name)}")
     if not callable(variants):
         problems.append(f"variants must be a function of a suspect, got {variants!r}")
+    elif not takes_one(variants):
+        problems.append(f"variants must take one argument, the suspect; it takes {inspect.signature(variants)}")
     if problems:
         raise InputError("add_hypothesis: " + "; ".join(problems))
     HYPOTHESES.append(Hypothesis(name, variants))
     ADDED.add(name)
     return HYPOTHESES[-1]
+
+
+def takes_one(function: Callable[..., object]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        # What is written in C tells nothing.
+        return True
+    return True
 
 
 def taken_back(name: str) -> str:
