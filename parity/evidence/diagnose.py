@@ -185,8 +185,8 @@ class Search:
                 variant = next(variants, None)
                 if variant is None:
                     break
-                if not isinstance(variant, Variant):
-                    raise TypeError(f"it yields {variant!r}, which is no parity.Variant")
+                if not isinstance(variant, Variant) or not callable(variant.values):
+                    raise TypeError(f"it yields {variant!r}, which is no parity.Variant with a function for its values")
                 cause = self.judged(hypothesis, variant)
             except Exception as error:
                 said = f"{type(error).__name__}: {first_line(error)}"

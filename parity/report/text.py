@@ -134,7 +134,9 @@ def next_lines(report: "Report") -> list[str]:
     if report.diagnosis is None:
         return ["  next: parity.diagnose tells which modules are wrong, and why"]
     if not faults and report.backward and report.backward.faults:
-        return ["  next: look in these modules for what stops or changes a gradient: stop_gradient, custom_jvp, custom_vjp, detach"]
+        return [
+            "  next: look in these modules for what stops or changes a gradient: stop_gradient, custom_jvp, custom_vjp, detach"
+        ]
     if not faults:
         return ["  next: parity.trace shows every module in torch's order"]
     known = "make the change, then compare again"

@@ -290,3 +290,52 @@ def test_a_hypothesis_that_was_added_can_be_taken_back():
     for name in ("shifted by me", "epsilon", None):
         with pytest.raises(parity.InputError, match=r"no hypothesis .* was added; added are: none"):
             parity.remove_hypothesis(name)
+
+
+def yields(*variants):
+    return lambda suspect: iter(variants)
+
+
+def raises_at_once(suspect):
+    raise RuntimeError("at once")
+
+
+@pytest.mark.parametrize(
+    ("variants", "says"),
+    [
+        (raises_at_once, "RuntimeError: at once"),
+        (lambda suspect: None, "TypeError: 'NoneType' object is not iterable"),
+        (yields(3), "it yields 3, which is no parity.Variant with a function for its values"),
+        (yields(parity.Variant("a", "b", 3)), "values=3), which is no parity.Variant"),  # type: ignore[arg-type]
+        (yields(parity.Variant("a", "b", lambda: "c")), "the values of a variant are str, not a mapping"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_a_hypothesis_that_cannot_be_tried_is_told_in_the_report_and_stops_nothing(variants, says):
+    parity.add_hypothesis("broken by me", variants)
+    try:
+        models = TorchPlain(lambda x: x * 2).eval(), FlaxPlain(lambda x: x * 3)
+        report = parity.compare(*models, X, levels="identical", modes="compiled")
+    finally:
+        parity.remove_hypothesis("broken by me")
+    assert report.diagnosis.causes[0].hypothesis == "factor"
+    assert any(says in note and note.startswith("broken by me could not be tried") for note in report.diagnosis.notes)
+    assert "note: broken by me could not be tried on the model" in str(report)
+
+
+def test_a_hypothesis_that_takes_no_suspect_is_refused():
+    with pytest.raises(parity.InputError, match=r"variants must take one argument, the suspect; it takes \(\)"):
+        parity.add_hypothesis("of nothing", lambda: [])
+
+
+def test_a_gradient_that_torch_stops_is_told_and_where_to_look():
+    models = pair(lambda y: y.sin().detach() + 0 * y, lambda y: jnp.sin(y) + 0 * y)
+    report = parity.compare(*models, X, levels=("identical", "gradients"), modes="compiled")
+    assert "torch has a gradient of 0: something stops it, such as .detach()" in str(report)
+    assert str(report).splitlines()[-1].startswith("  next: look in these modules for what stops or changes a gradient")
+
+
+def test_ids_are_whole_numbers_and_one_problem_is_told_once():
+    with pytest.raises(parity.InputError, match=r"args\[0\]: a vocabulary must have at least 2 ids, got 2.5$"):
+        parity.probe_inputs(parity.Ids((3, 7), 2.5))  # type: ignore[arg-type]
+    with pytest.raises(parity.InputError, match=r"cannot make inputs: args\[0\] is complex128, of which no inputs are made"):
+        parity.probe_inputs(np.ones((2, 3), complex))
