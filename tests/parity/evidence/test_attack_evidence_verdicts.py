@@ -339,3 +339,13 @@ def test_ids_are_whole_numbers_and_one_problem_is_told_once():
         parity.probe_inputs(parity.Ids((3, 7), 2.5))  # type: ignore[arg-type]
     with pytest.raises(parity.InputError, match=r"cannot make inputs: args\[0\] is complex128, of which no inputs are made"):
         parity.probe_inputs(np.ones((2, 3), complex))
+
+
+def test_a_weight_that_is_no_number_is_noted():
+    torch_model, flax_model = pair(lambda y: y)
+    with torch.no_grad():
+        torch_model.line.weight[0, 0] = torch.nan
+    parity.transfer(torch_model, flax_model)
+    report = parity.compare(torch_model, flax_model, X, levels=("structure", "identical"), **FAST)
+    assert report.passed
+    assert "note: parameters hold NaN or infinity in places: what they reach shows no fault: line.weight" in str(report)
