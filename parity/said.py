@@ -61,6 +61,7 @@ NEXT = {
     "compare-both": "one side was recorded: parity.compare tells more where both frameworks are installed",
     "trace": "ask parity.trace for every module in torch's order",
     "make-the-change": "make the change that the cause names, then compare again",
+    "look-at-gradients": "modules agree forwards: look for what stops or changes a gradient in them",
     "look-at-the-code": "no cause is known: look at the code of the wrong modules",
 }
 # Codes of errors, in their `code`, beside those that `parity.VERDICTS` holds.

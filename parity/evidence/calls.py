@@ -45,12 +45,14 @@ class Evaluation:
         gradients: by `input ...` or parameter path.
         written: paths of arguments, or of containers of them, that the model wrote into.
         attributes: plain attributes of modules that the model changed; they are as they were again.
+        buffers: by path, what of torch's buffers the run changed, as it left them; the model's own are as they were.
     """
 
     outputs: dict[str, Any]
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     written: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
+    buffers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

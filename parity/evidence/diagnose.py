@@ -1,7 +1,7 @@
 """Why a module differs: every hypothesis is tried on it alone, and the causes are those that make the difference vanish."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from parity.errors import InputError, first_line
@@ -189,19 +189,23 @@ class Search:
     def attempt(self, hypothesis: Hypothesis) -> list[Cause]:
         """The variants of one hypothesis that explain something and break nothing."""
         found: list[Cause] = []
-        variants = iter(hypothesis.variants(self.suspect))
+        # Begun with the first: what a user wrote may raise before, or be no sequence at all.
+        variants: Iterator[Variant] | None = None
         while not self.late:
             # The first few in any case: a module whose time ran out before its turn still gets the likeliest.
             self.late = self.spent() > self.seconds and self.tried >= FIRST
             try:
+                variants = iter(hypothesis.variants(self.suspect)) if variants is None else variants
                 variant = next(variants, None)
+                if variant is None:
+                    break
+                if not isinstance(variant, Variant) or not callable(variant.values):
+                    raise TypeError(f"it yields {variant!r}, which is no parity.Variant with a function for its values")
+                cause = self.judged(hypothesis, variant)
             except Exception as error:
                 said = f"{type(error).__name__}: {first_line(error)}"
                 self.notes.append(f"{hypothesis.name} could not be tried on {self.suspect.path or 'the model'}: {said}")
                 break
-            if variant is None:
-                break
-            cause = self.judged(hypothesis, variant)
             if cause and all((cause.change, cause.explains) != (other.change, other.explains) for other in found):
                 found.append(cause)
         return found
@@ -213,6 +217,8 @@ class Search:
         except Exception:
             # Torch refuses what the variant would do: then Flax cannot be doing it.
             return None
+        if not isinstance(values, Mapping):
+            raise TypeError(f"the values of a variant are {type(values).__name__}, not a mapping from places to arrays")
         if isinstance(variant.values, Edited) and not self.suspect.base:
             left = self.suspect.left_of(values)
             self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []

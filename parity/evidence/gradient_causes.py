@@ -38,6 +38,8 @@ def sentences(subject: Subject, path: str, actual: np.ndarray, expected: np.ndar
         return
     if not actual.any() and expected.any():
         yield "Flax has a gradient of 0: something stops it, such as jax.lax.stop_gradient or jnp.round"
+    if not expected.any() and actual.any():
+        yield "torch has a gradient of 0: something stops it, such as .detach(): jax.lax.stop_gradient does so in Flax"
     row = padding(subject, path)
     if row is not None and same(np.delete(actual, row, axis=0), np.delete(expected, row, axis=0)):
         yield f"row {row} is torch's padding_idx={row}, to which a lookup gives no gradient; Flax's gives it one"

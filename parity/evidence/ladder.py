@@ -12,6 +12,7 @@ import numpy as np
 from parity.errors import NotRecordedError, first_line
 from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
+from parity.evidence.left_behind import compared_buffers
 from parity.evidence.numerics import (
     Identity,
     alike,
@@ -231,7 +232,8 @@ def identical(subject: Subject) -> LevelResult:
         if not result.passed:
             findings.append(described_gap(where, result, wrong, actual, oracle))
     unequal, notes = unequal_integers(subject, "float64")
-    findings += unequal
+    left, untold = compared_buffers(subject)
+    findings, notes = [*findings, *unequal, *left], [*notes, *untold]
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
     outputs = subject.torch_wide.outputs.values()

@@ -166,12 +166,13 @@ def lint_weights(leaves: list[Leaf]) -> Iterator[Note]:
         "plain-norms": "1 (or biases 0), as in a new layer: a scale or bias that is left out or swapped does not show",
         "initial-statistics": "those of a new layer (0 and 1): statistics that are not used or not carried over do not show",
         "constant-kernels": "one number throughout: a transposed or permuted kernel does not show",
+        "not-finite": "NaN or infinity in places: what they reach shows no fault",
         "denormal": "denormal numbers in places: torch keeps them, XLA on the CPU turns them to zero",
     }
     names = {"zero-biases": "biases", "plain-norms": "scales of norms", "initial-statistics": "running statistics"}
     for code, text in told.items():
         if paths := found.get(code):
-            verb = "hold" if code == "denormal" else "are"
+            verb = "hold" if code in ("denormal", "not-finite") else "are"
             yield Note(code, "", f"{names.get(code, 'parameters')} {verb} {text}: {shown(paths)}", {"paths": paths})
 
 
@@ -188,6 +189,8 @@ def kind_of_leaf(leaf: Leaf) -> str:
         for holds, code in CONSTANT:
             if holds(leaf, float(value), norm):
                 return code
+    if not np.isfinite(array).all():
+        return "not-finite"
     return "denormal" if is_denormal(array).any() else ""
 
 

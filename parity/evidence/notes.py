@@ -12,7 +12,7 @@ LINTS = {
     "one-magnitude": "every value of an argument has the same magnitude",
     "whole-numbers": "every value of a floating point argument is a whole number",
     "normalised": "every row of an argument has mean 0 and variance 1",
-    "not-finite": "an argument holds NaN or infinities",
+    "not-finite": "an argument or a parameter holds NaN or infinities",
     "denormal": "an argument or a parameter holds denormal numbers",
     "batch-of-one": "an argument has a batch of one",
     "single-token": "an argument has a single position",

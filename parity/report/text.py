@@ -147,6 +147,11 @@ def next_step(report: "Report") -> Said | None:
         )
     if report.diagnosis is None:
         return Said("diagnose", "parity.diagnose tells which modules are wrong, and why")
+    if not report.diagnosis.isolation.faults and report.backward and report.backward.faults:
+        return Said(
+            "look-at-gradients",
+            "look in these modules for what stops or changes a gradient: stop_gradient, custom_jvp, custom_vjp, detach",
+        )
     if not report.diagnosis.isolation.faults:
         return Said("trace", "parity.trace shows every module in torch's order")
     if report.diagnosis.causes:
@@ -167,6 +172,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
     if not faults:
         return []
     lines = ["", wrong_modules(diagnosis.isolation)]
+    told = [f"  note: {note}" for note in diagnosis.notes[:1]]
     for one in faults[:shown]:
         where = ", in its own code between the modules that it calls" if one.between else ""
         times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
@@ -179,7 +185,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
         lines += [f"  {line}" for line in operation_lines(one.operation)] if full else []
-    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
+    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else []), *told]
 
 
 def backward_lines(isolation: "Isolation", shown: int = SHOWN) -> list[str]:

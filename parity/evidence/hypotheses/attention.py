@@ -249,7 +249,8 @@ def other_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterat
                 f"fill with {fill}",
                 hiding(suspect, chosen, "argument", index=2, value=value),
             )
-            if math.isfinite(value) and value:
+            # Less 1 where hidden is, behind softmax, a mask of 0 and 1 that is added: told as that.
+            if math.isfinite(value) and value not in (0, -1):
                 yield Variant(
                     f"{value:g} is added to hidden scores in Flax, torch puts {own} in their place{where}",
                     f"jnp.where(mask, {fill}, scores)",

@@ -1,5 +1,6 @@
 """The table of hypotheses, and the door by which users add theirs."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -109,8 +110,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),
 ]
 
-# Names of those that users added.
-ADDED: set[str] = set()
+BUILT_IN = frozenset(hypothesis.name for hypothesis in HYPOTHESES)
 
 
 def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) -> Hypothesis:
@@ -135,15 +135,33 @@ def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) 
         problems.append(f"there is a hypothesis {name!r} already; choose another name{taken_back(name)}")
     if not callable(variants):
         problems.append(f"variants must be a function of a suspect, got {variants!r}")
+    elif not takes_one(variants):
+        problems.append(f"variants must take one argument, the suspect; it takes {inspect.signature(variants)}")
     if problems:
         raise InputError("add_hypothesis: " + "; ".join(problems))
     HYPOTHESES.append(Hypothesis(name, variants))
-    ADDED.add(name)
     return HYPOTHESES[-1]
 
 
+def takes_one(function: Callable[..., object]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        # What is written in C tells nothing.
+        return True
+    return True
+
+
 def taken_back(name: str) -> str:
-    return ", or take it back by parity.remove_hypothesis" if name in ADDED else ""
+    return ", or take it back by parity.remove_hypothesis" if name in added_names() else ""
+
+
+def added_names() -> list[str]:
+    """What users added, in their order."""
+    return [one.name for one in HYPOTHESES if one.name not in BUILT_IN]
 
 
 def remove_hypothesis(name: str) -> None:
@@ -155,8 +173,7 @@ def remove_hypothesis(name: str) -> None:
     Raises:
         InputError: none of that name was added.
     """
-    if not isinstance(name, str) or name not in ADDED:
-        added = ", ".join(sorted(map(repr, ADDED))) or "none"
+    if name not in added_names():
+        added = ", ".join(map(repr, added_names())) or "none"
         raise InputError(f"remove_hypothesis: no hypothesis {name!r} was added; added are: {added}")
     HYPOTHESES[:] = [one for one in HYPOTHESES if one.name != name]
-    ADDED.discard(name)

@@ -80,6 +80,11 @@ class Arguments:
 
         self.skeleton = freeze((mapped(take, call.args, "args"), mapped(take, dict(call.kwargs), "kwargs")))
 
+    def filled(self) -> Any:
+        """Positional and keyword arguments with the arrays in their places."""
+        arrays = {**self.values, **self.others}
+        return mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, self.skeleton.tree)
+
 
 class Slot:
     """Where an array goes in the arguments."""

@@ -138,6 +138,16 @@ class Graph:
         return nnx.from_flat_state(full)
 
 
+def left_behind(model: Any, call: Call, dtype: str) -> dict[str, np.ndarray]:
+    """A model's variables as a run in a dtype leaves them, by path; the model's own stay as they are."""
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        copy = follow_dtype(nnx.merge(graphdef, parameters, rest))
+        args, kwargs = arguments.filled()
+        copy(*args, **kwargs)
+        return {leaf.path: np.array(to_numpy(array)) for leaf, array in contents(copy) if leaf.role != "random state"}
+
+
 def draws(model: Any) -> bool:
     """Whether a model holds random keys, and so may use them."""
     return any(isinstance(node, nnx.RngKey) for _, _, node in walk(model))

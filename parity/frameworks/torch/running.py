@@ -190,12 +190,13 @@ def evaluate(
     """
     device = torch.device("meta") if meta else device_of(model)
     wants_gradients = cotangents is not None
-    state = dict(model.state_dict(keep_vars=True))
+    held = dict(model.state_dict(keep_vars=True))
     # Non-persistent buffers are not in the state_dict, but the forward pass needs them in the same dtype.
-    state |= dict(model.named_buffers(remove_duplicate=False))
+    own_buffers = dict(model.named_buffers(remove_duplicate=False))
+    held |= own_buffers
     originals: dict[int, Tensor] = {}
     replaced: dict[str, Tensor] = {}
-    for path, tensor in state.items():
+    for path, tensor in held.items():
         if not isinstance(tensor, Tensor):
             continue
         other = None if weights is None else weights.get(path)
@@ -231,13 +232,21 @@ def evaluate(
     widened = Widened(model_dtype(model)) if dtype == "float64" else contextlib.nullcontext()
     grad = torch.enable_grad() if wants_gradients else torch.no_grad()
     with grad, widened, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
-        output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
+        state = once(model, replaced)
+        fresh_versions = {path: tensor._version for path, tensor in state.items()}
+        output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         outputs = dict(flatten(output, is_array))
         gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
     if meta:
         return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
     wrote = (*written(given), *(path for path, before in parts.items() if containers(args, kwargs).get(path) != before))
-    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients, wrote, tuple(attributes))
+    # Written into, or another array under the name.
+    buffers = {
+        path: plain(tensor)
+        for path, tensor in state.items()
+        if path in own_buffers and (tensor is not replaced[path] or tensor._version != fresh_versions[path])
+    }
+    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients, wrote, tuple(attributes), buffers)
 
 
 @contextlib.contextmanager
@@ -368,10 +377,17 @@ def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
     return {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Abstract)}
 
 
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let what torch.compile made run as it was written: compiling for what does not fit writes tracebacks to the screen."""
+    found = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if found else contextlib.nullcontext()
+
+
 def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:
     """What a model does with arguments, without computing: the error, or the shapes of its outputs."""
     try:
-        outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
+        with uncompiled(model):
+            outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return tuple(leaf.shape for leaf in outputs.values() if isinstance(leaf, Abstract))
