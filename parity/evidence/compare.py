@@ -12,6 +12,7 @@ from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, climbed, given_sets
 from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
+from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
 from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
@@ -167,6 +168,7 @@ def climb(
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
+    results = results if refused else made_good(subject, results)
     failed = not refused and any(result.status == "failed" for result in results)
     if failed and running:
         refuse_unrepeatable(subject)

@@ -18,6 +18,8 @@ CODE = 80
 SCREEN, COLUMNS = 36, 80
 CUT = 2 * COLUMNS
 LAST = 2
+# Notes of a level that stand beside a verdict of agreement too.
+TOLD_ANYWAY = ("a setting is left out", "made good by the code around it", " tie for a maximum", "hang on a tie")
 
 
 def report_text(report: "Report") -> str:
@@ -43,8 +45,8 @@ def report_text(report: "Report") -> str:
 
 
 def left_out(report: "Report") -> list[str]:
-    """Settings that disagree and do not count, as the caller asked: agreement is not told without them."""
-    return [note for level in report.levels for note in level.notes if note.startswith("a setting is left out")]
+    """What agreement is not told without: settings that disagree and do not count, and ties that were gone round."""
+    return list(dict.fromkeys(n for level in report.levels for n in level.notes if any(word in n for word in TOLD_ANYWAY)))
 
 
 def rows(lines: Sequence[str]) -> int:
