@@ -18,7 +18,7 @@ from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
-from parity.evidence.unseen import flushed, unseen_parameters
+from parity.evidence.unseen import flushed, unreached, unseen_parameters
 from parity.training.level import Plan, planned, training
 from parity.training.recipe import Recipe
 from parity.weights.transfer import as_planned
@@ -224,7 +224,7 @@ def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
     found += subject.padding.notes(subject.torch_whole if wide else subject.torch_native, subject.flax_whole if wide else None)
     found += flushed(subject) if "native" in climbed else []
     if "gradients" in climbed and subject.torch_wide.gradients and numbers(subject.torch_wide):
-        found += unseen_parameters(subject)
+        found += unseen_parameters(subject) + unreached(subject)
     return tuple(found)
 
 

@@ -361,7 +361,9 @@ def narrowed(where: str, actual: np.ndarray, expected: np.ndarray) -> list[Findi
             continue
         full, cut = (used(array, narrow) for array in (expected, actual))
         if full.size >= FEW and full.mean() > 0.5 and cut.size and not cut.any():
-            what = f"{actual.dtype} that holds numbers of {np.dtype(narrow)} alone, torch's has more digits: it was rounded there"
+            what = (
+                f"{actual.dtype} that holds numbers of {np.dtype(narrow)} alone, torch's has more digits: it was rounded there"
+            )
             return [Finding(where, f"{what}; compute it in {actual.dtype}")]
     return []
 

@@ -46,6 +46,4 @@ def without(result: LevelResult, shown: Callable[[str], str]) -> LevelResult:
     notes = tuple(f"made good by the code around it, as {shown(one.what)} shows: {one.what}" for one in good)
     figures, size = result.figures, f"{result.figures.get('bytes', 0):,} bytes bit-equal"
     summary = f"{len(left)} do not agree" if left else f"{figures.get('leaves', 0)} arrays, {size}"
-    return replace(
-        result, status="failed" if left else "passed", summary=summary, findings=left, notes=(*result.notes, *notes)
-    )
+    return replace(result, status="failed" if left else "passed", summary=summary, findings=left, notes=(*result.notes, *notes))

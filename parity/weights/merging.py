@@ -163,7 +163,7 @@ def sum_of_biases(one: Computed) -> np.ndarray:
 
 
 def outside_the_gate(one: Computed) -> np.ndarray:
-    """The second bias as far as it is added to the first: b_hn of a GRU is not, n = tanh(W_in x + b_in + r * (W_hn h + b_hn))."""
+    """The second bias as far as it is added to the first: not b_hn of n = tanh(W_in x + b_in + r * (W_hn h + b_hn))."""
     second = np.array(one.pieces["hh"].read())
     if is_gru(one):
         second[len(second) // 3 * 2 :] = 0

@@ -275,7 +275,7 @@ def batch_for_length(suspect: Suspect) -> Iterator[Variant]:
         places = [p for p in given if p.child == child and both[0][p].ndim > 1]
         yield Variant(
             f"what it gives {child} has its first two axes, batch and length, in the other order",
-            "give it x.swapaxes(0, 1), and swap what it returns: torch's layer has batch_first=False, Flax's takes the batch first",
+            "give it x.swapaxes(0, 1), and swap what it returns: torch's layer has batch_first=False, Flax's has not",
             lambda chosen=places: {place: both[0][place].swapaxes(0, 1) for place in chosen},
         )
 
