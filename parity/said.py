@@ -9,6 +9,7 @@ HINTS = {
     "level-note": "what a reader must know of a level",
     "left-out": "a leaf is left out, because ignore= says so",
     "setting-left-out": "a setting that differs does not count, because ignore= says so",
+    "setting-made-good": "a setting that differs, and that code around the layer makes good",
     "dtype-not-refused": "one side takes another dtype, the other refuses it; counts with strict=True alone",
     "integers-on-ties": "whole numbers that hang on a tie, and agree where there is none",
     "gradients-off-ties": "gradients are compared on inputs that are moved off ties",

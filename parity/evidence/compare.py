@@ -13,12 +13,13 @@ from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, climbed, given_sets
 from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
+from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
 from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
-from parity.evidence.unseen import flushed, unseen_parameters
+from parity.evidence.unseen import flushed, unreached, unseen_parameters
 from parity.training.level import Plan, planned, training
 from parity.training.recipe import Recipe
 from parity.weights.transfer import as_planned
@@ -175,6 +176,7 @@ def climb(
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
+    results = results if refused else made_good(subject, results)
     failed = not refused and any(result.status == "failed" for result in results)
     if failed and running:
         refuse_unrepeatable(subject)
@@ -230,7 +232,7 @@ def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
     found += subject.padding.notes(subject.torch_whole if wide else subject.torch_native, subject.flax_whole if wide else None)
     found += flushed(subject) if "native" in climbed else []
     if "gradients" in climbed and subject.torch_wide.gradients and numbers(subject.torch_wide):
-        found += unseen_parameters(subject)
+        found += unseen_parameters(subject) + unreached(subject)
     return tuple(found)
 
 

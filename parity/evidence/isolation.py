@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
-from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
+from parity.evidence.conventions import AS_IN_TORCH, BATCH_FIRST, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.hypotheses.weight import Weight, weights_of
 from parity.evidence.judging import compared
@@ -293,6 +293,10 @@ class Isolator:
             assert rule is not None
             own = skeleton(one, rule)
         found = refilled(one, own, axes, rule)
+        if rule is not None and not set(found.sources) - {MASK}:
+            # The model's own run gives it nothing that fits, which is a fault of who calls it: the layer itself is as the
+            # ledger knows it.
+            found = refilled(one, skeleton(one, rule), axes, rule)
         if any(is_array(leaf) for leaf in mine.values()) and not set(found.sources) - {MASK}:
             shapes = ", ".join(str(leaf.shape) for leaf in mine.values() if is_array(leaf))
             raise NotComparableError(f"torch gives it {shapes}, Flax nothing of such shapes")
@@ -347,7 +351,9 @@ class Isolator:
                 continue
             trial.expected[place], trial.noise[place] = mine[path], plain.get(path)
             if leaf is not None:
-                trial.actual[place] = turned_back(axes, leaf, mine[path])
+                known = rule is not None and axes == BATCH_FIRST and leaf.ndim == mine[path].ndim
+                # Where the ledger knows that two axes are swapped, values that are not are others.
+                trial.actual[place] = axes.to_torch(leaf) if known else turned_back(axes, leaf, mine[path])
         for path, setting in plain_arguments(call).items() if rule is None else ():
             theirs = run.given.get((flax_path, number, path))
             # What stands there in Flax as an array, or not at all, may mean the same.

@@ -36,6 +36,7 @@ REMARKS = {
     "padding-differs": "outputs differ inside the padding mask",
     "flushed": "denormal numbers that one side turns to zero",
     "unseen-parameters": "parameters on which no output depends",
+    "bound-unreached": "an activation's bound beyond which no value lies",
     "zero-gradients": "parameters whose gradient is zero on these inputs alone",
     "recorded": "a side is read from a bundle",
 }

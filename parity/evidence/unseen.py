@@ -39,6 +39,15 @@ def unseen_parameters(subject: Subject) -> list[Note]:
     return notes
 
 
+def unreached(subject: Subject) -> list[Note]:
+    """Bounds of an activation, such as the 6 of relu6, beyond which none of its values lies."""
+    bounds = [f"{bound:g} of {name}" for (name, bound), reached in subject.watched_kinks.bounds.items() if not reached]
+    if not bounds:
+        return []
+    text = f"no value goes beyond the bound {shown(bounds)}: whether Flax has it does not show; give larger inputs"
+    return [Note("bound-unreached", "", text, {"bounds": bounds})]
+
+
 def shown(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 

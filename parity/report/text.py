@@ -19,6 +19,8 @@ CODE = 80
 SCREEN, COLUMNS = 36, 80
 CUT = 2 * COLUMNS
 LAST = 2
+# Notes of a level that stand beside a verdict of agreement too.
+TOLD_ANYWAY = ("setting-left-out", "setting-made-good", "gradients-off-ties", "integers-on-ties")
 
 
 def report_text(report: "Report") -> str:
@@ -50,8 +52,9 @@ def notes_of(report: "Report") -> list[str]:
 
 
 def left_out(report: "Report") -> list[str]:
-    """Settings that disagree and do not count, as the caller asked: agreement is not told without them."""
-    return [note for level in report.levels for note in level.notes if code_of(note, "") == "setting-left-out"]
+    """What agreement is not told without: settings that disagree and do not count, and ties that were gone round."""
+    notes = (note for level in report.levels for note in level.notes)
+    return list(dict.fromkeys(note for note in notes if code_of(note, "") in TOLD_ANYWAY))
 
 
 def rows(lines: Sequence[str]) -> int:

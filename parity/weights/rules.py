@@ -394,7 +394,10 @@ def gates_apart(torch: str, linen: str, end: str, cell: str) -> Rule:
     alone: tuple[Alone, ...] = (second_bias(torch, end),)
     if kind == "GRU":
         leaves.append(LeafRule(f"bias_hh{end}[n]", f"{cell}hn.bias", zero_if=("bias", False)))
-        fold = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        fold = (
+            'pass merge="recurrent biases" to send the rounded sum, or, for models that pass every level, '
+            f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        )
         why = "Flax has one bias in this gate, and the rounded sum of two would be another function"
         alone = tuple(
             Alone(f"bias_hh{end}[{gate}]", f"{why}; {fold}; in training torch moves both biases", "zero") for gate in "rz"

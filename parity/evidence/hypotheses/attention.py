@@ -71,8 +71,10 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
             yield variant
             yield from then_nan(suspect, variant)
     yield from behind(suspect, ops)
-    for op in suspect.named("add"):
-        if op.switches and len(op.shapes) == 2:
+    if not ops:
+        yield from where_torch_has_none(suspect)
+    for op in suspect.named("add", "baddbmm"):
+        if op.switches and len(op.shapes) == (3 if op.name.startswith("baddbmm") else 2):
             for shows in (True, False):
                 yield Variant(
                     f"a mask of 0 and 1 is a switch in Flax, {'1 shows' if shows else '1 hides'}; torch adds its numbers",
@@ -93,6 +95,18 @@ def hiding(suspect: Suspect, chosen: list[Operation], edit: str, **settings: Any
     if hides_by(chosen[0]) == "where as fill":
         return suspect.edited(chosen, "as masked fill", inner=edit, settings=settings)
     return suspect.edited(chosen, edit, **settings)
+
+
+def where_torch_has_none(suspect: Suspect) -> Iterator[Variant]:
+    """A causal mask that torch has not, as with a single query that sees all keys before it."""
+    for softmax in suspect.named("softmax", "safe_softmax"):
+        shape = softmax.shape
+        for steps in diagonals(shape) if len(shape) > 1 and shape[-1] > 1 else ():
+            yield Variant(
+                f"a causal mask, {told_diagonal(steps, shape)}, hides what torch shows: it has no mask",
+                "leave is_causal or the mask out: a single query sees every key that is there",
+                suspect.edited([softmax], "causal", steps=steps),
+            )
 
 
 JOINS = ("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul")
@@ -178,6 +192,11 @@ def ways_of(shape: tuple[int, ...], scores: tuple[int, ...] = ()) -> list[tuple[
     if len(shape) > 1 and shape[-2] > 1:
         ways += [("shifted up", "the mask is shifted by one query", "line it up with the queries")]
         ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
+        ways += [
+            (f"{does} one more {end}", f"the mask {does} one key more {end}", "let it end where torch's does")
+            for does in ("shows", "hides")
+            for end in ("before", "behind", "at both ends")
+        ]
         if shape[-1] == shape[-2]:
             ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
     if shape[-2:-1] == (1,) and shape[-1] > 1 and scores[-2:] == (shape[-1],) * 2:

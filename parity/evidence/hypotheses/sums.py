@@ -74,6 +74,13 @@ def unguarded(suspect: Suspect) -> Iterator[Variant]:
                 f"bound it as torch does: jnp.{'nan_to_num' if op.name.startswith('nan') else 'clip'}",
                 suspect.edited([op], "left out"),
             )
+        bound = op.args[1] if len(op.args) > 1 else None
+        if isinstance(bound, float) and 0 < bound <= 1e-2 and not op.name.startswith("clamp_max"):
+            yield Variant(
+                f"{bound:g} is added in Flax where torch takes no less than it",
+                f"jnp.maximum(x, {bound:g})",
+                suspect.edited([op], "plus", by=bound),
+            )
 
 
 def one_sided(suspect: Suspect) -> Iterator[Variant]:

@@ -67,6 +67,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("arguments exchanged", tensors.exchanged),
     Hypothesis("arguments exchanged", connections.answers_exchanged),
     Hypothesis("part of a value", tensors.part_of_a_value, cheap=True),
+    Hypothesis("axes of arguments", tensors.batch_for_length, cheap=True),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", orders.heads),
     Hypothesis("flatten order", orders.flattened),

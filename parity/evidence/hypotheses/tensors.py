@@ -290,6 +290,19 @@ def axes(suspect: Suspect) -> Iterator[Variant]:
                 )
 
 
+def batch_for_length(suspect: Suspect) -> Iterator[Variant]:
+    """What is given to a layer with batch and length exchanged, as torch's layers want it unless they are told otherwise."""
+    both = suspect.trial.expected, suspect.trial.actual
+    given = [p for p in suspect.differing if p.child is not None and all(is_array(side.get(p)) for side in both)]
+    for child in dict.fromkeys(place.child for place in given):
+        places = [p for p in given if p.child == child and both[0][p].ndim > 1]
+        yield Variant(
+            f"what it gives {child} has its first two axes, batch and length, in the other order",
+            "give it x.swapaxes(0, 1), and swap what it returns: torch's layer has batch_first=False, Flax's has not",
+            lambda chosen=places: {place: both[0][place].swapaxes(0, 1) for place in chosen},
+        )
+
+
 def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
     """Two axes of what the module is given taken for each other: batch and length, length and heads."""
     given = suspect.trial.torch.args

@@ -224,7 +224,7 @@ HALVES = normal(3, 5, 12)
     ("torch_function", "flax_function", "name", "says"),
     [
         (F.selu, jax.nn.elu, "activation", "elu where torch computes selu"),
-        (lambda x: F.softplus(x, 2), jax.nn.softplus, "activation", "softplus where torch computes softplus of beta=2"),
+        (lambda x: F.softplus(x, 2), jax.nn.softplus, "activation", "softplus where torch computes softplus of beta 2"),
         (F.softsign, jnp.tanh, "activation", "tanh where torch computes softsign"),
         (torch.tanh, jax.nn.soft_sign, "activation", "softsign where torch computes tanh"),
         (F.logsigmoid, jax.nn.sigmoid, "activation", "sigmoid where torch computes log sigmoid"),
