@@ -4,6 +4,7 @@ Importing this package loads neither framework.
 """
 
 from parity.bundles.difference import bundle_diff as bundle_diff
+from parity.bundles.golden import golden as golden
 from parity.bundles.record import record as record
 from parity.bundles.replay import replay as replay
 from parity.codes import KINDS as KINDS

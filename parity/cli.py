@@ -315,15 +315,7 @@ def compare_command(
     one = result.cases[0]
     if one.report is None:
         raise parity.InputError(one.error or one.skipped, one.code or "no-device")
-    with printing():
-        print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report.text(environment=show_env))
-    if html:
-        try:
-            print(f"page: {one.report.save_html(html, title=one.name)}", file=sys.stderr)
-        except parity.InputError as error:
-            # The verdict stands whether its page could be written or not.
-            print(f"parity: {error}", file=sys.stderr)
-    raise typer.Exit(0 if one.report.passed else 1)
+    told(one.report, html, one.name, as_json, show_env)
 
 
 @app.command("transfer")
@@ -442,7 +434,7 @@ def save_names(path: str, result: parity.Transfer) -> None:
         raise parity.InputError(said, "file-unwritable") from error
 
 
-def named(like: str) -> Any:
+def named(like: str, option: str = "--like ", wanted: str = "model") -> Any:
     """A path as it is; of `module:name` what is found there, called if it is a function or class."""
     if ":" not in like or Path(like).exists():
         return like or None
@@ -454,9 +446,87 @@ def named(like: str) -> Any:
         return found() if inspect.isroutine(found) or inspect.isclass(found) else found
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise parity.InputError(f"--like {like} gives no model ({reason}); name a function without arguments") from error
+        raise parity.InputError(f"{option}{like} gives no {wanted} ({reason}); name a function without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+@app.command("record")
+def record_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model, or of a function that makes one")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="the .safetensors file to write")],
+    args: Annotated[str, typer.Option(help="module:name of the arguments: a tuple, a dict of keywords, or parity.InputSet's")],
+    keep: Annotated[str, typer.Option(help="all, summaries or digests")] = "all",
+    seed: Annotated[int, typer.Option(help="of cotangents, probes and jitter")] = 0,
+    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients", help="whether gradients are recorded")] = True,
+) -> None:
+    """Write down what a model of either framework does; only that framework need be installed.
+
+    MODEL and --args are Python, found in the current folder, and are run.
+    """
+    given = python_name(args, "--args", "arguments")
+    options: dict[str, Any] = {"keep": keep, "seed": seed, "gradients": gradients, "path": path}
+    made = python_name(model, "MODEL", "model")
+    if isinstance(given, dict):
+        found = parity.record(made, kwargs=given, **options)
+    else:
+        found = parity.record(made, *(given if isinstance(given, tuple) else (given,)), **options)
+    print(f"{found}: {found.stat().st_size:,} bytes", file=sys.stderr)
+
+
+@app.command("replay")
+def replay_command(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="a bundle that parity record wrote")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model of the other framework")],
+    levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
+    html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
+) -> None:
+    """Tell whether a model is the same function as the recorded one of the other framework, which need not be installed.
+
+    MODEL is Python, found in the current folder, and is run.
+    """
+    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
+    if html:
+        parity.html_ready(html)
+    told(parity.replay(path, python_name(model, "MODEL", "model"), levels=chosen), html, Path(path).stem, as_json)
+
+
+@app.command("diff")
+def diff_command(
+    expected: Annotated[str, typer.Argument(metavar="A", help="a bundle")],
+    actual: Annotated[str, typer.Argument(metavar="B", help="another one, on the same arguments")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
+) -> None:
+    """Compare two bundles; no framework need be installed.
+
+    Two of one framework leaf by leaf, A being expected; one of torch and one of Flax as a pair.
+    """
+    told(parity.bundle_diff(expected, actual), "", "", as_json)
+
+
+def told(result: Any, html: str, title: str, as_json: bool, show_env: bool = False) -> None:
+    """Print a result, write its page, and end with its status."""
+    with printing():
+        print(json.dumps(result.to_dict(), indent=1) if as_json else result.text(environment=True) if show_env else result)
+    if html:
+        try:
+            print(f"page: {result.save_html(html, title=title)}", file=sys.stderr)
+        except parity.InputError as error:
+            # The verdict stands whether its page could be written or not.
+            print(f"parity: {error}", file=sys.stderr)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def python_name(text: str, option: str, wanted: str) -> Any:
+    """What `module:name` means.
+
+    Raises:
+        InputError: it is of another form, or gives nothing.
+    """
+    if ":" not in text:
+        raise parity.InputError(f"{option} must be module:name, such as my_models:build, got {text!r}", "no-such-name")
+    return named(text, f"{option} ", wanted)
 
 
 @app.command("levels")

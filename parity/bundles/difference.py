@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from parity.bundles.encoding import plain_setting
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.bundles.replay import Replayed, replayed, told_apart
 from parity.errors import InputError, NotRecordedError, listed
 from parity.evidence.diff import compare_arrays
 from parity.evidence.input_sets import InputSet
-from parity.evidence.ladder import floats
+from parity.evidence.ladder import floats, magnitudes
 from parity.evidence.numerics import PRECISION_RULE, UNIT, finite_scale, largest_gap, semantics_bound, wide
 from parity.evidence.result import LEVELS, ArrayDiff, Diff, Report
 from parity.evidence.sampling import at_same_places, shape_of
@@ -61,6 +62,7 @@ def leaves(expected: Bundle, actual: Bundle) -> Iterator[ArrayDiff]:
             name, mine == theirs, "" if mine == theirs else f"{theirs}, expected {mine}", actual=theirs, expected=mine
         )
     yield from parameters(expected, actual)
+    yield from settings(expected, actual)
     mine_sets, their_sets = ({told["name"]: told for told in bundle.facts["sets"]} for bundle in (expected, actual))
     for name in [*mine_sets, *(n for n in their_sets if n not in mine_sets)]:
         if name not in mine_sets or name not in their_sets:
@@ -88,6 +90,22 @@ def parameters(expected: Bundle, actual: Bundle) -> Iterator[ArrayDiff]:
             yield compare_arrays(f"array {path}", actual.value(a["values"]), expected.value(b["values"]), {})
         else:
             yield ArrayDiff(f"array {path}", False, "some bits differ: a bundle knows it by its digest alone")
+
+
+def settings(expected: Bundle, actual: Bundle) -> Iterator[ArrayDiff]:
+    """The layers of which a setting is another."""
+    mine, theirs = (
+        {
+            f"{layer.path or 'the model'}: {name}": layer.settings(name)
+            for layer in Recorded(bundle).layers(None)
+            for name in layer.named()
+        }
+        for bundle in (expected, actual)
+    )
+    for path in [*mine, *(p for p in theirs if p not in mine)]:
+        a, b = theirs.get(path), mine.get(path)
+        if plain_setting(a) and plain_setting(b) and a != b:
+            yield ArrayDiff(f"setting {path}", False, f"{a!r}, expected {b!r}", actual=a, expected=b)
 
 
 def of_set(expected: "OneRecording", actual: "OneRecording", prefix: str) -> Iterator[ArrayDiff]:
@@ -173,10 +191,21 @@ class OneRecording(Replayed):
         found = {
             "output": {path: Known(array, self.native_bound(path, array, whole)) for path, array in native.outputs.items()}
         }
-        found["output in float64"] = {p: Known(a, bound(native.outputs.get(p), a)) for p, a in floats(whole)}
-        found["gradient of"] = {p: Known(a, bound(native.gradients.get(p), a)) for p, a in whole.gradients.items()}
+        found["output in float64"] = {
+            path: Known(array, bound(native.outputs.get(path), array, own=self.own_noise("outputs", path)))
+            for path, array in floats(whole)
+        }
+        scales = magnitudes(whole.gradients)
+        found["gradient of"] = {
+            path: Known(array, bound(native.gradients.get(path), array, scales[path], self.own_noise("gradients", path)))
+            for path, array in whole.gradients.items()
+        }
         found["module"] = dict(self.modules())
         return found
+
+    def own_noise(self, kind: str, path: str) -> float:
+        """How well float64 knows an array, where that was measured."""
+        return max(self.wide_noise(kind, path), default=0.0) if self.torch.NAME == "torch" else 0.0
 
     def native_bound(self, path: str, array: Any, whole: Any) -> float:
         """How far a run in the model's dtype may be from this one: its error is within the noise of this one's."""
@@ -206,9 +235,9 @@ class OneRecording(Replayed):
                 yield name, Known(leaf, bound(noise.get(path), leaf))
 
 
-def bound(native: Any, whole: Any) -> float:
+def bound(native: Any, whole: Any, scale: float | None = None, own: float = 0.0) -> float:
     """What rounding explains between a float64 array and another recording of it."""
     if not is_array(whole) or "float" not in str(whole.dtype):
         return 0.0
     plain = native if is_array(native) and shape_of(native) == shape_of(whole) else whole
-    return semantics_bound(wide(np.asarray(plain)), wide(np.asarray(whole)))
+    return semantics_bound(wide(np.asarray(plain)), wide(np.asarray(whole)), scale, own)

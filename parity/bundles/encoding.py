@@ -116,8 +116,8 @@ def decoded(value: Any, arrays: Callable[[str], np.ndarray]) -> Any:
     if mark == "dict":
         return {decoded(key, arrays): decoded(part, arrays) for key, part in inner}
     if mark == "data":
-        parts = {name: decoded(part, arrays) for name, part in inner.items()}
-        return KNOWN[value["kind"]](**parts) if value["kind"] in KNOWN else data(value["kind"], tuple(parts))(**parts)
+        known = {name: decoded(part, arrays) for name, part in inner.items()}
+        return KNOWN[value["kind"]](**known) if value["kind"] in KNOWN else data(value["kind"], tuple(known))(**known)
     parts = [decoded(part, arrays) for part in inner]
     if mark == "named":
         return named(value["kind"], tuple(value["names"]))(*parts)

@@ -49,7 +49,9 @@ class TorchIsolator(Isolator):
         trial = Trial(wide[0], plain[0], partner, axes, rule)
         trial.args, trial.kwargs = own.args, own.kwargs
         trial.replies = replies(answers)
-        trial.free = tuple(name for name, _ in self.below(one) if name not in answers)
+        # What Flax never calls cannot be what is wrong there: the module's own code does without it.
+        called = {path for path, _ in self.own}
+        trial.free = tuple(n for n, _ in self.below(one) if n not in answers and self.partners[n].path in called)
         self.fed = {call.key: call for calls in plain[1].values() for call, _ in calls}
         outputs = dict(flatten(own.output, is_array))
         self.collect(trial, Alone(outputs, self.given_below(one, answers)), wide[1])

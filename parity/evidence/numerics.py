@@ -413,16 +413,12 @@ def precision(
     noise = ensemble if isinstance(ensemble, Noise) else noise_of(ensemble, oracle, parts)
     shown = np.isfinite(oracle) & np.isfinite(wide(flax))
     shown = shown if noise.overflown is None else shown & ~noise.overflown
-    found = [
-        precision_of_part(wide(flax)[part][shown[part]] - oracle[part][shown[part]], *torchs, dtype, rule, magnitude)
-        for part, *torchs, magnitude in zip(parts, noise.largest, noise.rms, magnitudes(oracle, parts, scale), strict=True)
-    ]
+    found = []
+    for number, part in enumerate(parts):
+        errors = wide(flax)[part][shown[part]] - oracle[part][shown[part]]
+        magnitude = finite_scale(oracle[part]) if scale is None else scale
+        found.append(precision_of_part(errors, noise.largest[number], noise.rms[number], dtype, rule, magnitude))
     return max(found, key=lambda result: max(result.max_ratio, result.rms_ratio))
-
-
-def magnitudes(oracle: np.ndarray, parts: Sequence[Any], scale: float | None) -> list[float]:
-    """By what the values of each part are judged."""
-    return [finite_scale(oracle[part]) if scale is None else scale for part in parts]
 
 
 def precision_of_part(

@@ -56,6 +56,9 @@ class Subject:
     recorded: frozenset[str] = frozenset()
     # Whether only some values of what modules took and returned are known.
     sampled = False
+    # The rooms of the two sides; a bundle stands for one that was recorded.
+    torch: Any
+    flax: Any
 
     def __init__(
         self,
