@@ -159,6 +159,10 @@ class Follower:
         self.alive: dict[str, np.ndarray] = {}
         self.quiet: dict[str, int] = {}
         self.notes: list[str] = []
+        # Torch's paths of what drops in the first step.
+        self.places: tuple[str, ...] = ()
+        # From where on neither loss is a number.
+        self.no_number: int | None = None
         self.dropout = ""
         self.before = dict(mine.values())
         start = {name: sample(name, array) for name, array in self.before.items()}
@@ -175,6 +179,8 @@ class Follower:
         self.taken.append((batches, drawn))
         scale = self.mine.scale
         value, gradients, masks = self.mine.gradients(batches)
+        if number == 1 and self.mine.recipe.dropout:
+            self.places = tuple(dict.fromkeys(drop.path for one in masks for drop in one.drops))
         try:
             other, raw = self.theirs.gradients(batches, masks if self.mine.recipe.dropout else None)
         except DivergenceError as error:
@@ -201,6 +207,8 @@ class Follower:
             wrong = self.unexplained(by_gradient, own_gradients) or self.unexplained(by_value, own_values)
         buffers = max((error for name, error in by_value.items() if name not in gradients), default=0.0)
         most = max(by_gradient.values(), default=0.0)
+        if not np.isfinite(value) and not np.isfinite(other) and self.no_number is None:
+            self.no_number = number
         figures = (number, value, other - value, most, by_value.get(worst, 0.0), worst, buffers)
         self.drift.append(Drift(*figures, scale, self.mine.skipped, own))
         if self.first is None and wrong:
@@ -265,6 +273,10 @@ class Follower:
             self.notes.append(
                 f"from step {rounded[0]} on torch parts from itself by the rounding of its first parameters alone: "
                 f"differences up to {OWN_FACTOR:g} times that count as the same"
+            )
+        if self.no_number is not None:
+            self.notes.append(
+                f"in step {self.no_number} the loss is no number on either side: what such steps have in common proves nothing"
             )
         found = self.history.causes(self.allowed) if self.history is not None and self.first is not None else ()
         result = Training(
