@@ -121,7 +121,7 @@ class Twins:
         ignore: Iterable[str],
         silent: tuple[str, ...] = (),
     ):
-        self.silent = silent
+        self.silent, self.changing = silent, False
         self.room, self.torch = frameworks.load("torch.training"), frameworks.load("torch")
         self.flax, self.flax_training = flax_rooms(flax_model)
         if not self.torch.is_model(torch_model):
@@ -134,6 +134,11 @@ class Twins:
         self.optimizer = self.room.made(optimizer, torch_model)
         self.scheduler = self.room.scheduler_of(recipe.scheduler, self.optimizer)
         which(self.optimizer)
+        if recipe.scaler is not None and self.torch.model_dtype(torch_model) == "float16":
+            raise InputError(
+                "torch's GradScaler takes no gradients of float16 parameters; keep them in float32, and let the losses compute "
+                "in float16: torch.autocast, and dtype=jnp.float16 of Flax's layers"
+            )
         self.loss = checked_loss(loss)
         self.named = {"rename": rename, "ignore": (ignore,) if isinstance(ignore, str) else tuple(ignore)}
         self.pairing: Pairing = pair(torch_model, flax_model, names=("torch model", "Flax model"), **self.named)
@@ -197,7 +202,10 @@ class Twins:
     def whole(self, steps: list[Any], allowed: float, native: bool) -> Training:
         """Both runs in float64, and single steps in the dtype of the models if they are asked for."""
         found = self.trained(steps, allowed)
-        return replace(found, native=self.native_steps(steps, found.unused)) if native and not found.dropout else found
+        # What has a gradient in some steps only has no state that could travel in the others.
+        if not native or found.dropout or self.changing:
+            return found
+        return replace(found, native=self.native_steps(steps, found.unused))
 
     def native_steps(self, steps: list[Any], unused: tuple[str, ...]) -> tuple[NativeStep, ...]:
         """Single steps in the dtype of the models; none if that is float64, where there is nothing to add."""
@@ -220,6 +228,7 @@ class Twins:
     def trained(self, steps: list[Any], allowed: float) -> Training:
         """Both runs in float64."""
         follower, unused = self.followed(steps, allowed)
+        self.changing = follower.changing
         refuse_no_number(follower.drift)
         found = follower.outcome(unused, self.recipe.mode)
         if found.first != 1 or found.causes or found.dropout or not found.drift[0].gradients > allowed:
