@@ -55,6 +55,7 @@ class Player:
         channels_last: torch paths, or patterns of them, of drops on feature maps whose channels Flax has last;
             None decides by the shapes.
         repeats: whether every call of the whole model begins with the first mask again.
+        silent: recorded paths of modules that are to return what they are given.
 
     Raises:
         InputError: arrays are not of that structure.
@@ -70,6 +71,7 @@ class Player:
         rename: Callable[[str], str] = str,
         channels_last: Iterable[str] | None = None,
         repeats: bool = False,
+        silent: Iterable[str] = (),
     ):
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
@@ -81,6 +83,7 @@ class Player:
         for way, first in masks.modules.items():
             self.shared.setdefault(self.partner(way), self.partner(first))
         self.repeats, self.all = repeats, [Waiting(*one) for one in in_order(masks, arrays)]
+        self.silent = frozenset(map(self.partner, silent))
         self.rewind()
 
     def rewind(self) -> None:
