@@ -39,6 +39,8 @@ SHOWN = 3
 TABLE_WIDTH = 78
 
 
+# Marks an error whose result has been printed as JSON.
+PRINTED = "printed_as_json"
 # Options of a comparison that `check` and `compare` share.
 MODES = typer.Option(help="how Flax runs at the level native: compiled, eager or both")
 STRICT = typer.Option("--strict", help="count it as a fault if one side refuses another dtype and the other does not")
@@ -60,7 +62,7 @@ def main() -> None:
         app(standalone_mode=True, prog_name="parity")
     except parity.ParityError as error:
         status = 1 if isinstance(error, parity.TransferError) else 2
-        if "--json" in sys.argv and not getattr(error, "printed", False):
+        if "--json" in sys.argv and not getattr(error, PRINTED, False):
             with printing():
                 print(json.dumps(parity.refusal(error, status), indent=1))
         print(f"parity: {error}", file=sys.stderr)
@@ -375,7 +377,7 @@ def transfer_command(
                 save_names(save_rename, error.plan)
                 if as_json:
                     print(json.dumps(error.plan.to_dict(), indent=1))
-                    error.printed = True
+                    setattr(error, PRINTED, True)
             raise
     save_names(save_rename, result)
     with printing():

@@ -85,7 +85,8 @@ def cause_codes() -> dict[str, str]:
 
 def said_of_causes() -> Iterator[tuple[str, str]]:
     """Every cause that may be named, and what it means."""
-    for hypothesis in (table.WEIGHTS, *table.HYPOTHESES, *causes.HYPOTHESES):
+    known: tuple[Any, ...] = (table.WEIGHTS, *table.HYPOTHESES, *causes.HYPOTHESES)
+    for hypothesis in known:
         yield hypothesis.name, first_line(hypothesis.variants)
     yield from OTHER_CAUSES.items()
     yield from ((name, f"{what[0].upper()}{what[1:]}.") for _, name, what in precision.SETTINGS.values())

@@ -109,7 +109,7 @@ class Environment(Mapping[str, str]):
         """The facts for machines."""
         from parity.report.data import document
 
-        parts = {"facts": dict(self.facts), "missing": list(self.missing), "warnings": list(self.warnings)}
+        parts: dict[str, Any] = {"facts": dict(self.facts), "missing": list(self.missing), "warnings": list(self.warnings)}
         return document("environment", self, **parts)
 
 

@@ -132,7 +132,13 @@ def of_type(hint: Any, known: dict[str, Any]) -> dict[str, Any]:
             fixed = [of_type(one, known) for one in inner]
             return {"type": "array", "prefixItems": fixed, "minItems": len(fixed), "maxItems": len(fixed)}
         return array(of_type(inner[0], known))
-    plain = {str: TEXT, int: {"type": "integer"}, bool: {"type": "boolean"}, float: NUMBER, type(None): {"type": "null"}}
+    plain: dict[Any, dict[str, Any]] = {
+        str: TEXT,
+        int: {"type": "integer"},
+        bool: {"type": "boolean"},
+        float: NUMBER,
+        type(None): {"type": "null"},
+    }
     if hint is Any or hint in plain:
         return plain.get(hint, {})
     raise TypeError(f"no JSON is known for {hint!r}; say in of_type what as_data makes of it")
