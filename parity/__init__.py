@@ -3,12 +3,12 @@
 Importing this package loads neither framework.
 """
 
-from parity.codes import KINDS as KINDS
-from parity.codes import Code as Code
-from parity.codes import codes as codes
-from parity.codes import codes_document as codes_document
-from parity.codes import codes_page as codes_page
-from parity.codes import refusal as refusal
+from parity.code_tables import KINDS as KINDS
+from parity.code_tables import Code as Code
+from parity.code_tables import codes as codes
+from parity.code_tables import codes_document as codes_document
+from parity.code_tables import codes_page as codes_page
+from parity.code_tables import refusal as refusal
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair
@@ -17,9 +17,6 @@ from parity.dropout.contexts import record_dropout as record_dropout
 from parity.dropout.contexts import replay_dropout as replay_dropout
 from parity.dropout.contexts import threefry_dropout as threefry_dropout
 from parity.dropout.masks import DropoutMasks as DropoutMasks
-from parity.environment import KNOWN_BAD as KNOWN_BAD
-from parity.environment import Environment as Environment
-from parity.environment import environment as environment
 from parity.errors import DivergenceError as DivergenceError
 from parity.errors import InputError as InputError
 from parity.errors import MissingFrameworkError as MissingFrameworkError
@@ -61,6 +58,9 @@ from parity.said import REFUSALS as REFUSALS
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
+from parity.surroundings import KNOWN_BAD as KNOWN_BAD
+from parity.surroundings import Environment as Environment
+from parity.surroundings import environment as environment
 from parity.training import initializers as initializers
 from parity.training.convert import clip_grad_norm as clip_grad_norm
 from parity.training.convert import clip_grad_value as clip_grad_value

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from parity.codes import Code, codes
-from parity.environment import Environment, Missing, Warned
+from parity.code_tables import Code, codes
 from parity.evidence.faults import Diagnosis, Isolation
 from parity.evidence.result import Diff, Report, Trace
 from parity.evidence.rule_check import RuleCheck
 from parity.report.data import SCHEMA
 from parity.report.hints import Hint
 from parity.suite import SuiteResult
+from parity.surroundings import Environment, Missing, Warned
 from parity.training.outcome import Training
 from parity.training.states import OptimizerTransfer
 from parity.weights.transfer import Transfer

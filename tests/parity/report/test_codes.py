@@ -2,6 +2,7 @@
 
 import ast
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,23 @@ def test_a_kind_that_there_is_none_of_is_refused():
         parity.codes("lint")
 
 
+@lru_cache(maxsize=1)
+def calls() -> list[tuple[str, list[ast.expr]]]:
+    """Every call in the package that may carry a code: what is called, and its arguments."""
+    found = []
+    for path in (ROOT / "parity").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if any(f"{name}(" in source for name in ("InputError", "Warned", "Said")):
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+            found += [(ast.unparse(node.func).rpartition(".")[2], node.args) for node in nodes]
+    return found
+
+
 def literals(function: str, position: int) -> set[str]:
     """The words that stand at one position of the calls of a function, in all files of the package."""
-    found = set()
-    for path in (ROOT / "parity").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == function and len(node.args) > position:
-                given = node.args[position]
-                found |= {n.value for n in ast.walk(given) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    return found - {""}
+    given = [args[position] for name, args in calls() if name == function and len(args) > position]
+    words = [n.value for one in given for n in ast.walk(one) if isinstance(n, ast.Constant)]
+    return {word for word in words if isinstance(word, str)} - {""}
 
 
 def test_every_code_in_the_source_is_in_a_table_and_every_code_of_a_table_is_used():
@@ -73,7 +82,7 @@ def test_every_hint_of_a_result_has_a_known_code_and_every_sentence_of_the_text_
             if said.startswith(start):
                 assert said.removeprefix(start) in told
         if said.startswith("cause: "):
-            assert any(said.endswith(hint["text"].partition(". if torch")[0]) for hint in hints if hint["kind"] == "cause")
+            assert any(hint["text"].partition(". if torch")[0] in said for hint in hints if hint["kind"] == "cause")
     if not report.passed:
         assert hints[-1]["kind"] == "next"
 
@@ -86,7 +95,7 @@ def test_a_transfers_sentences_have_codes():
     theirs = nnx.Sequential(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 5, rngs=nnx.Rngs(0)))
     done = parity.transfer(ours, theirs)
     hints = {hint["code"]: hint["text"] for hint in done.to_dict()["hints"]}
-    assert hints["setting-differs"].startswith("setting: 0: eps")
+    assert hints["setting-differs"].startswith("setting: 0: ")
     assert all(text in str(done) for text in hints.values())
     plan = parity.transfer(ours, {"other": {"kernel": theirs.layers[1].kernel[...]}}, dry=True)
     codes = {hint["code"] for hint in plan.to_dict()["hints"]}

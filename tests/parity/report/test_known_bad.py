@@ -11,11 +11,11 @@ import torch
 from report_helpers import Words, failing, passing, squeezed
 
 import parity
-from parity import environment as environments
-from parity.environment import Environment, known_bad, release, surroundings
+from parity import surroundings as environments
 from parity.errors import MissingFrameworkError
 from parity.frameworks import load
 from parity.report.html import report_page
+from parity.surroundings import Environment, known_bad, release, surroundings
 
 WELL = {
     **{
