@@ -462,9 +462,9 @@ def test_sentences_to_linen_users_name_layers_of_linen():
 
 
 def test_names_that_linen_has_otherwise_are_linens():
-    said = "write a module with four nnx.LinearGeneral, an nnx.Linear or nnx.MultiHeadAttention; or use nnx.max_pool"
+    said = "write one with four nnx.LinearGeneral, an nnx.Linear or nnx.MultiHeadAttention; or use nnx.max_pool"
     linen, other = (Layer("a", (kind,), {}.get) for kind in ("flax.linen.linear.Dense", "flax.nnx.Linear"))
     assert in_words_of(linen, said) == (
-        "write a module with four linen.DenseGeneral, a linen.Dense or linen.MultiHeadDotProductAttention; or use linen.max_pool"
+        "write one with four linen.DenseGeneral, a linen.Dense or linen.MultiHeadDotProductAttention; or use linen.max_pool"
     )
     assert in_words_of(other, said) == said and in_words_of(None, said) == said

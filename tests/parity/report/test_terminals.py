@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from report_helpers import failing, squeezed
 import parity
 from parity import cli
 
+PLUGIN = () if any(e.name == "parity" for e in entry_points(group="pytest11")) else ("-p", "parity.pytest_plugin")
 HEAD = """
 import numpy as np, parity, torch
 from flax import nnx
@@ -231,6 +233,25 @@ def test_pytest_tells_the_same_of_such_a_file(pytester, kind):
     if text:
         # The user's own line, and no frame of this package.
         assert "cases.py" in shown and "parity/declared.py" not in shown
+
+
+def test_a_page_of_a_run_of_pytest_that_cannot_be_written_costs_no_outcome(pytester, monkeypatch):
+    pytester.makepyfile(cases=HEAD + GOOD + WRONG)
+    kept = Path.write_text
+
+    def full(self: Path, *given: Any, **options: Any) -> int:
+        if self.suffix == ".partial":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return kept(self, *given, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = pytester.runpytest_inprocess(
+        *PLUGIN, "cases.py", "--parity-report", "run.html", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"
+    )
+    done.assert_outcomes(passed=1, failed=1)
+    shown = done.stdout.str()
+    assert "NOT the same function" in shown and "weight: 12 of 12 values differ" in shown
+    assert "run.html could not be written: No space left on device" in shown
 
 
 # ----------------------------------------------------------------------------- options of a comparison
