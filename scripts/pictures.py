@@ -22,7 +22,7 @@ import parity
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 WIDTH, HEIGHT = 1100, 900
 # Colours of a picture: few are needed, and the files stay small.
-COLOURS = 64
+COLOURS = 128
 
 
 def report(agrees: bool) -> parity.Report:
@@ -49,8 +49,13 @@ def drawn() -> None:
                 options = {"viewport": {"width": WIDTH, "height": HEIGHT}, "color_scheme": scheme}
                 tab = chromium.new_context(**options).new_page()
                 tab.goto(page.as_uri())
-                tab.wait_for_timeout(1500)
-                shown = Image.open(io.BytesIO(tab.screenshot(full_page=not agrees and scheme == "light")))
+                whole = not agrees and scheme == "light"
+                # What nobody looks at is not drawn.
+                for box in tab.locator("[data-pictures], [data-course]").all() if whole else ():
+                    box.scroll_into_view_if_needed()
+                    tab.wait_for_timeout(1000)
+                tab.evaluate("scrollTo(0, 0)")
+                shown = Image.open(io.BytesIO(tab.screenshot(full_page=whole)))
                 shown.convert("RGB").quantize(COLOURS).save(FOLDER / f"{name}-{scheme}.png", optimize=True)
         chromium.close()
 
