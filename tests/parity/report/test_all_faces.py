@@ -128,3 +128,35 @@ def test_what_could_not_run_says_on_all_faces_what_to_do():
     for face, words in faces(report).items():
         if face != "page of a run":
             assert "name the other levels in levels=[...] to judge by them alone" in words, face
+
+
+def test_that_no_module_differs_although_a_level_failed_is_on_all_faces():
+    from parity.evidence.result import LevelResult, Report, Step, Trace
+
+    report = Report(
+        (LevelResult("native", "failed", "error 9 times the allowed"),), Trace((Step("a", 0, True), Step("", 0, True)))
+    )
+    for face, words in faces(report).items():
+        assert "all 2 module calls that could be paired agree in float64: look at the levels that failed" in words, face
+    assert "modules-agree" in {hint["code"] for hint in report.to_dict()["hints"]}
+
+
+def test_why_no_operation_is_named_is_on_all_faces_that_tell_of_the_module():
+    from parity.evidence.faults import Difference, FirstOperation, Isolated, Isolation
+
+    wrong = Isolated(
+        "core",
+        0,
+        "core",
+        "name",
+        "differs",
+        3.0,
+        (Difference("output", 3.0),),
+        False,
+        "",
+        FirstOperation(None, None, "", "too long"),
+    )
+    isolation = Isolation((wrong,))
+    assert "no operation is named: too long" in str(isolation)
+    [hint] = [hint for hint in isolation.to_dict()["hints"] if hint["code"] == "no-operation"]
+    assert (hint["text"], hint["where"]) == ("too long", "core")

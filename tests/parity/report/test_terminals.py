@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_letters_that_a_terminal_lacks_become_escapes(run, command):
         # The table has names of functions; the name of the case is told where it fails.
         status, out, _ = run("check", "cases.py", encoding="ascii", file=HEAD + WRONG.replace("wrong", "größer"))
         assert status == 1 and "gr\\xf6\\xdfer" in out
+
+
+def test_a_locale_without_utf_8_is_no_obstacle():
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(Path(parity.__file__).parents[1])}
+    command = [sys.executable, "-c", "from parity.cli import main; main()", "codes"]
+    done = subprocess.run([*command, "größe"], env={**os.environ, **locale}, capture_output=True, check=False)
+    assert done.returncode == 2 and b"no such kind of code: '" in done.stderr and b"Traceback" not in done.stderr
+    done.stderr.decode("ascii")
 
 
 @pytest.mark.parametrize("columns", [40, 80])
