@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,12 +153,6 @@ def check_command(
             result = parity.check_file(file, seed=seed, options=options, **shared)
         else:
             result = parity.check(full=full, seed=seed or 0, steps=steps, **shared)
-    # The page first: what is printed is not lost if it cannot be written.
-    failure = None
-    try:
-        page = result.save_html(html) if html else None
-    except parity.InputError as error:
-        page, failure = None, error
     with printing():
         if as_json:
             print(json.dumps(result.to_dict(), indent=1))
@@ -166,14 +160,19 @@ def check_command(
             show(result)
             if show_env:
                 print(f"\n{result.environment}")
-    if page:
-        print(f"page: {page}", file=sys.stderr)
-    if failure:
-        # The verdict stands whether its page could be written or not.
-        print(f"parity: {failure}", file=sys.stderr)
+    if html:
+        save_page(lambda: result.save_html(html))
     if not result.ran:
         raise typer.Exit(2)
     raise typer.Exit(0 if result.passed else 1)
+
+
+def save_page(save: Callable[[], Path]) -> None:
+    """Write a page and say where; the verdict stands whether it can be written or not."""
+    try:
+        print(f"page: {save()}", file=sys.stderr)
+    except parity.InputError as error:
+        print(f"parity: {error}", file=sys.stderr)
 
 
 def listed(names: str) -> list[str]:
@@ -315,17 +314,14 @@ def compare_command(
         said = f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}"
         raise parity.InputError(said, "no-such-case")
     one = result.cases[0]
-    if one.report is None:
+    report = one.report
+    if report is None:
         raise parity.InputError(one.error or one.skipped, one.code or "no-device")
     with printing():
-        print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report.text(environment=show_env))
+        print(json.dumps(report.to_dict(), indent=1) if as_json else report.text(environment=show_env))
     if html:
-        try:
-            print(f"page: {one.report.save_html(html, title=one.name)}", file=sys.stderr)
-        except parity.InputError as error:
-            # The verdict stands whether its page could be written or not.
-            print(f"parity: {error}", file=sys.stderr)
-    raise typer.Exit(0 if one.report.passed else 1)
+        save_page(lambda: report.save_html(html, title=one.name))
+    raise typer.Exit(0 if report.passed else 1)
 
 
 @app.command("transfer")

@@ -142,7 +142,11 @@ def surroundings(
         pinned: what is set while comparing, by name.
         broken: why a framework that is installed could not be imported.
     """
-    facts = {OURS: installed()[OURS], "python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    facts = {
+        OURS: installed()[OURS],
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
     for name in ("torch", "jax", "flax"):
         if name in installed():
             facts[name] = installed()[name]
