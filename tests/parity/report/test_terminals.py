@@ -285,6 +285,20 @@ def test_options_of_the_command_line_reach_the_comparison(run, monkeypatch):
     assert not set(given[0]) & set(told)
 
 
+def test_the_time_for_causes_reaches_pairs_and_the_fixture_of_pytest(pytester, monkeypatch):
+    given: list[dict[str, Any]] = []
+    known = parity.declared.compare
+    monkeypatch.setattr(parity.declared, "compare", lambda *args, **options: given.append(options) or known(*args, **options))
+    inside = "\ndef test_it(parity_check):\n    one = made(levels=['weights'])\n"
+    inside += "    parity_check(one.torch_model, one.flax_model, *one.args, levels=['weights'])\n"
+    pytester.makepyfile(test_cases=HEAD + GOOD + inside)
+    done = pytester.runpytest_inprocess(
+        *PLUGIN, "--parity-diagnose-seconds", "3.5", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"
+    )
+    done.assert_outcomes(passed=2)
+    assert [one["diagnose_seconds"] for one in given] == [3.5, 3.5]
+
+
 def test_options_that_cannot_be_are_told(run):
     status, _, err = run("check", "--diagnose-seconds", "7", "--no-diagnose")
     assert status == 2 and "--no-diagnose and --diagnose-seconds belong to pairs of your own" in squeezed(err)
