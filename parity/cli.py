@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +39,8 @@ SHOWN = 3
 TABLE_WIDTH = 78
 
 
+# Marks an error whose result has been printed as JSON.
+PRINTED = "printed_as_json"
 # Options of a comparison that `check` and `compare` share.
 MODES = typer.Option(help="how Flax runs at the level native: compiled, eager or both")
 STRICT = typer.Option("--strict", help="count it as a fault if one side refuses another dtype and the other does not")
@@ -60,7 +62,7 @@ def main() -> None:
         app(standalone_mode=True, prog_name="parity")
     except parity.ParityError as error:
         status = 1 if isinstance(error, parity.TransferError) else 2
-        if "--json" in sys.argv and not getattr(error, "printed", False):
+        if "--json" in sys.argv and not getattr(error, PRINTED, False):
             with printing():
                 print(json.dumps(parity.refusal(error, status), indent=1))
         print(f"parity: {error}", file=sys.stderr)
@@ -151,12 +153,6 @@ def check_command(
             result = parity.check_file(file, seed=seed, options=options, **shared)
         else:
             result = parity.check(full=full, seed=seed or 0, steps=steps, **shared)
-    # The page first: what is printed is not lost if it cannot be written.
-    failure = None
-    try:
-        page = result.save_html(html) if html else None
-    except parity.InputError as error:
-        page, failure = None, error
     with printing():
         if as_json:
             print(json.dumps(result.to_dict(), indent=1))
@@ -164,14 +160,19 @@ def check_command(
             show(result)
             if show_env:
                 print(f"\n{result.environment}")
-    if page:
-        print(f"page: {page}", file=sys.stderr)
-    if failure:
-        # The verdict stands whether its page could be written or not.
-        print(f"parity: {failure}", file=sys.stderr)
+    if html:
+        save_page(lambda: result.save_html(html))
     if not result.ran:
         raise typer.Exit(2)
     raise typer.Exit(0 if result.passed else 1)
+
+
+def save_page(save: Callable[[], Path]) -> None:
+    """Write a page and say where; the verdict stands whether it can be written or not."""
+    try:
+        print(f"page: {save()}", file=sys.stderr)
+    except parity.InputError as error:
+        print(f"parity: {error}", file=sys.stderr)
 
 
 def listed(names: str) -> list[str]:
@@ -313,9 +314,10 @@ def compare_command(
         said = f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}"
         raise parity.InputError(said, "no-such-case")
     one = result.cases[0]
-    if one.report is None:
+    report = one.report
+    if report is None:
         raise parity.InputError(one.error or one.skipped, one.code or "no-device")
-    told(one.report, html, one.name, as_json, show_env)
+    told(report, html, one.name, as_json, show_env)
 
 
 @app.command("transfer")
@@ -367,7 +369,7 @@ def transfer_command(
                 save_names(save_rename, error.plan)
                 if as_json:
                     print(json.dumps(error.plan.to_dict(), indent=1))
-                    error.printed = True
+                    setattr(error, PRINTED, True)
             raise
     save_names(save_rename, result)
     with printing():
@@ -510,11 +512,7 @@ def told(result: Any, html: str, title: str, as_json: bool, show_env: bool = Fal
     with printing():
         print(json.dumps(result.to_dict(), indent=1) if as_json else result.text(environment=True) if show_env else result)
     if html:
-        try:
-            print(f"page: {result.save_html(html, title=title)}", file=sys.stderr)
-        except parity.InputError as error:
-            # The verdict stands whether its page could be written or not.
-            print(f"parity: {error}", file=sys.stderr)
+        save_page(lambda: result.save_html(html, title=title))
     raise typer.Exit(0 if result.passed else 1)
 
 

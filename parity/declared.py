@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parity.environment import environment, versions
 from parity.errors import InputError, ParityError, first_line, raised
 from parity.evidence.compare import checked_levels, compare
 from parity.frameworks import load
 from parity.linen import Linen
 from parity.report.html import case_view, save_cases
 from parity.suite import CaseResult, SuiteResult, no_gpu
+from parity.surroundings import environment, versions
 from parity.weights.transfer import transfer
 
 # What the faces of the product need, and users do not.

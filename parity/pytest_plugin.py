@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--parity-levels", default="", metavar="NAMES", help=f"instead of a pair's own, some of {LEVELS}")
     group.addoption("--parity-seed", type=int, default=None, metavar="N", help="instead of a pair's own: of probes and jitter")
     group.addoption(
+        "--parity-diagnose-seconds", type=float, default=None, metavar="N", help="how long causes are tried for a pair"
+    )
+    group.addoption(
         "--parity-update-golden", action="store_true", help="write golden bundles anew where models do something else now"
     )
     group.addoption("--parity-report", default="", metavar="FILE", help="write all comparisons of the run to one page")
@@ -50,6 +53,12 @@ def page_of(config: pytest.Config) -> str:
 
 def chosen_levels(config: pytest.Config) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in config.getoption("--parity-levels").split(",") if name.strip()) or None
+
+
+def given_options(config: pytest.Config) -> dict[str, Any]:
+    """Further options of `parity.compare` that the command line gives."""
+    seconds = config.getoption("--parity-diagnose-seconds")
+    return {} if seconds is None else {"diagnose_seconds": seconds}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -91,11 +100,10 @@ class PairItem(pytest.Item):
         absent = declared.gpu_missing() if device == "gpu" else ""
         if absent:
             pytest.skip(absent)
-        self.result = declared.run_declared(
-            self.case, chosen_levels(self.config), device, self.config.getoption("--parity-seed")
-        )
+        seed = self.config.getoption("--parity-seed")
+        self.result = declared.run_declared(self.case, chosen_levels(self.config), device, seed, given_options(self.config))
         if self.result.error:
-            raise parity.InputError(self.result.error)
+            raise parity.InputError(self.result.error, self.result.code)
         assert self.result.report is not None
         self.result.report.raise_for_divergence()
 
@@ -139,7 +147,8 @@ def parity_check(request: pytest.FixtureRequest) -> Callable[..., parity.Report]
             pytest.skip(absent)
         made = declared.Pair(torch_model, flax_model, *args, **(marked | options))
         try:
-            report = declared.compared(made, chosen_levels(config), device, config.getoption("--parity-seed"))
+            seed = config.getoption("--parity-seed")
+            report = declared.compared(made, chosen_levels(config), device, seed, given_options(config))
         except parity.ParityError as error:
             raise error.with_traceback(None) from None
         found = getattr(node, CARRIED, [])

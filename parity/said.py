@@ -6,6 +6,7 @@ HINTS = {
     "level-failed": "a level of the ladder failed",
     "level-not-run": "a level could not run, and does not count as passed",
     "level-not-applicable": "a level says nothing about this model, and is no obstacle",
+    "finding": "one thing that fails in a level",
     "level-note": "what a reader must know of a level",
     "left-out": "a leaf is left out, because ignore= says so",
     "setting-left-out": "a setting that differs does not count, because ignore= says so",
@@ -23,6 +24,8 @@ HINTS = {
     "not-compared": "a pair of modules could not be compared",
     "follows": "a module differs, and may do so because of a wrong module inside it",
     "module-note": "what a reader must know of one pair of modules",
+    "modules-agree": "a level fails, and every module that could be paired agrees in float64",
+    "no-operation": "no operation of a wrong module can be named, and why",
     "wrong-module": "a module is wrong for itself",
     "wrong-backwards": "the gradients of a module are wrong for themselves",
     # diagnosis

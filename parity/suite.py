@@ -30,13 +30,13 @@ from parity.cases import (
     mask_for,
     values,
 )
-from parity.environment import Environment, surroundings
 from parity.errors import InputError
 from parity.evidence.compare import checked_levels, climb, with_training
 from parity.evidence.numerics import numpy_float
 from parity.evidence.result import LEVELS, TRAINING, Report
 from parity.evidence.subject import Subject
 from parity.frameworks import load
+from parity.surroundings import Environment, surroundings
 from parity.trained import LAYERS, SENTENCES, SIZES, WIDTH, attention_parameters, hidden_states, why_missing
 from parity.training.level import Plan, planned
 from parity.weights.transfer import transfer

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from parity.environment import Environment, surroundings
 from parity.errors import InputError, NotRecordedError, raised, users_line
 from parity.evidence.backward import isolate_backward
 from parity.evidence.diagnose import SECONDS, checked_seconds, diagnose_subject
@@ -20,6 +19,7 @@ from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Repor
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
 from parity.evidence.unseen import flushed, unreached, unseen_parameters
+from parity.surroundings import Environment, surroundings
 from parity.training.level import Plan, planned, training
 from parity.training.recipe import Recipe
 from parity.weights.transfer import as_planned

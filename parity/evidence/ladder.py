@@ -155,7 +155,7 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
     """Whether both sides refuse, or accept, inputs that do not fit."""
     if isinstance(subject.torch.raises(subject.torch_model, subject.call), str):
         return [], ["bad inputs were not tried: the torch model cannot run on shapes alone"]
-    findings, notes = [], []
+    findings, notes = list[Finding](), list[str]()
     for what, call, soft in spoiled(subject):
         expected = torch_outcome(subject, call, soft)
         actual = subject.flax.raises(subject.flax_model, call)
@@ -328,7 +328,7 @@ def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[F
     expected, actual = (
         (subject.torch_wide, subject.flax_wide) if dtype == "float64" else (subject.torch_native, subject.flax_native)
     )
-    found, notes = [], []
+    found, notes = list[Finding](), list[str]()
     for path, mine in expected.outputs.items():
         theirs = actual.outputs.get(path)
         if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from parity.report.plan import folded
 
 if TYPE_CHECKING:
-    from parity.environment import Environment
+    from parity.surroundings import Environment
 
 
 def environment_text(environment: "Environment", width: int | None = None) -> str:

@@ -50,6 +50,9 @@ def of_report(report: "Report") -> Iterator[Hint]:
         yield from of_trace(report.trace)
     for level in report.levels:
         yield from of_level(level)
+    agree = text.modules_agree(report)
+    if agree:
+        yield Hint("hint", agree.code, agree)
     if report.diagnosis:
         yield from of_diagnosis(report.diagnosis)
     for one in report.backward.faults if report.backward else ():
@@ -67,6 +70,9 @@ def of_level(level: "LevelResult") -> Iterator[Hint]:
     """What a level says, unless it passed; then its notes."""
     if level.status in OF_STATUS:
         yield Hint("hint", OF_STATUS[level.status], level.summary, level.level)
+    for one in level.findings:
+        code = "setting-differs" if one.figures.get("setting") else "finding"
+        yield Hint("hint", code, one.what, one.where or level.level)
     yield from (Hint("hint", code_of(note, "level-note"), note, level.level) for note in level.notes)
 
 
@@ -84,6 +90,8 @@ def of_isolation(isolation: "Isolation") -> Iterator[Hint]:
     """The wrong modules, and what could not be told of others."""
     for one in isolation.faults:
         yield Hint("hint", "wrong-module", text.isolated_lines(one)[0], one.path)
+        if one.operation and (one.operation.torch is None or one.operation.flax is None):
+            yield Hint("hint", "no-operation", one.operation.note, one.path)
     for one in isolation.modules:
         if one.note:
             code = {"follows": "follows", "not comparable": "not-compared"}.get(one.status, "module-note")

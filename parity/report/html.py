@@ -196,7 +196,7 @@ def report_view(report: "Report") -> dict[str, Any]:
         "next": next_step(report),
         "tree": node_view(tree) if tree else None,
         "modules": sum(1 for _ in tree.walk()) if tree else 0,
-        "sets": [line.strip() for line in text.set_lines(report)],
+        "sets": [*(line.strip() for line in text.set_lines(report)), *filter(None, [text.modules_agree(report)])],
         "unpaired": list(report.trace.unpaired) if report.trace else [],
         "backward": [line.strip() for line in text.backward_lines(report.backward, EVERY)] if report.backward else [],
         "training": training_view(report.training) if report.training else None,

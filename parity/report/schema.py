@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from parity.codes import Code, codes
-from parity.environment import Environment, Missing, Warned
+from parity.code_tables import Code, codes
 from parity.evidence.faults import Diagnosis, Isolation
 from parity.evidence.result import Diff, Report, Trace
 from parity.evidence.rule_check import RuleCheck
 from parity.report.data import SCHEMA
 from parity.report.hints import Hint
 from parity.suite import SuiteResult
+from parity.surroundings import Environment, Missing, Warned
 from parity.training.outcome import Training
 from parity.training.states import OptimizerTransfer
 from parity.weights.transfer import Transfer
@@ -132,7 +132,13 @@ def of_type(hint: Any, known: dict[str, Any]) -> dict[str, Any]:
             fixed = [of_type(one, known) for one in inner]
             return {"type": "array", "prefixItems": fixed, "minItems": len(fixed), "maxItems": len(fixed)}
         return array(of_type(inner[0], known))
-    plain = {str: TEXT, int: {"type": "integer"}, bool: {"type": "boolean"}, float: NUMBER, type(None): {"type": "null"}}
+    plain: dict[Any, dict[str, Any]] = {
+        str: TEXT,
+        int: {"type": "integer"},
+        bool: {"type": "boolean"},
+        float: NUMBER,
+        type(None): {"type": "null"},
+    }
     if hint is Any or hint in plain:
         return plain.get(hint, {})
     raise TypeError(f"no JSON is known for {hint!r}; say in of_type what as_data makes of it")

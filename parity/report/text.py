@@ -77,11 +77,8 @@ def failure_lines(report: "Report", shown: int, full: bool = True) -> list[str]:
         lines.append(unpaired_line(report.trace))
     lines += [""] if len(lines) > 1 else []
     lines += ladder_lines(report, shown)
-    if report.trace and not divergence and any(level.status == "failed" for level in report.levels):
-        compared = len(report.trace.steps)
-        lines.append(
-            f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
-        )
+    agree = modules_agree(report)
+    lines += [f"  {agree}"] if agree else []
     lines += why_lines(report.diagnosis, most, full) if report.diagnosis else []
     lines += backward_lines(report.backward, most) if report.backward else []
     notes = notes_of(report)
@@ -89,6 +86,15 @@ def failure_lines(report: "Report", shown: int, full: bool = True) -> list[str]:
     if len(notes) > most:
         lines.append(f"  and {count(len(notes) - most, 'more note')}: to_dict() has them")
     return [*lines, f"  seed {report.seed}", *next_lines(report)]
+
+
+def modules_agree(report: "Report") -> Said | None:
+    """That no module differs although a level failed; None if one does, or none was looked at."""
+    failed = any(level.status == "failed" for level in report.levels)
+    if not failed or report.trace is None or report.trace.first_divergence():
+        return None
+    told = f"all {count(len(report.trace.steps), 'module call')} that could be paired agree in float64"
+    return Said("modules-agree", f"{told}: look at the levels that failed")
 
 
 def set_lines(report: "Report") -> list[str]:

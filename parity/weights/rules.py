@@ -551,9 +551,10 @@ def in_words_of(layer: Layer | None, sentence: str) -> str:
         return sentence
 
     def own(found: re.Match[str]) -> str:
-        return LINEN.get(f"flax.nnx.{found[1]}", f"flax.linen.{found[1]}").removeprefix("flax.")
+        name = LINEN.get(f"flax.nnx.{found[2]}", f"flax.linen.{found[2]}").removeprefix("flax.")
+        return f"{'a ' if found[1] else ''}{name}"
 
-    return re.sub(r"\bnnx\.(\w+)", own, sentence)
+    return re.sub(r"\b(an )?nnx\.(\w+)", own, sentence)
 
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.

@@ -400,7 +400,7 @@ def environment() -> dict[str, str]:
         # Which of its two ways of setting TF32 was used is not looked into; reading the other one may warn.
         warnings.simplefilter("ignore")
         products, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    tiny = torch.full((1,), torch.finfo(torch.float32).tiny / 4, device="cpu")
+    tiny = torch.full((1,), torch.finfo(torch.float32).tiny / 4, dtype=torch.float32, device="cpu")
     return {
         "torch": str(torch.__version__),
         "torch build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",

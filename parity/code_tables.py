@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parity.environment import KNOWN_BAD
 from parity.errors import InputError, ParityError
 from parity.evidence import precision
 from parity.evidence.hypotheses import table
@@ -13,6 +12,7 @@ from parity.evidence.result import PROVES
 from parity.evidence.verdicts import VERDICTS
 from parity.report.data import document
 from parity.said import HINTS, NEXT, REFUSALS
+from parity.surroundings import KNOWN_BAD
 from parity.training import causes, statistics
 
 # Causes that are found in another way than by a hypothesis.
@@ -85,7 +85,8 @@ def cause_codes() -> dict[str, str]:
 
 def said_of_causes() -> Iterator[tuple[str, str]]:
     """Every cause that may be named, and what it means."""
-    for hypothesis in (table.WEIGHTS, *table.HYPOTHESES, *causes.HYPOTHESES):
+    known: tuple[Any, ...] = (table.WEIGHTS, *table.HYPOTHESES, *causes.HYPOTHESES)
+    for hypothesis in known:
         yield hypothesis.name, first_line(hypothesis.variants)
     yield from OTHER_CAUSES.items()
     yield from ((name, f"{what[0].upper()}{what[1:]}.") for _, name, what in precision.SETTINGS.values())

@@ -109,7 +109,7 @@ class Environment(Mapping[str, str]):
         """The facts for machines."""
         from parity.report.data import document
 
-        parts = {"facts": dict(self.facts), "missing": list(self.missing), "warnings": list(self.warnings)}
+        parts: dict[str, Any] = {"facts": dict(self.facts), "missing": list(self.missing), "warnings": list(self.warnings)}
         return document("environment", self, **parts)
 
 
@@ -142,7 +142,11 @@ def surroundings(
         pinned: what is set while comparing, by name.
         broken: why a framework that is installed could not be imported.
     """
-    facts = {OURS: installed()[OURS], "python": platform.python_version(), "platform": platform.platform(terse=True)}
+    facts = {
+        OURS: installed()[OURS],
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
     for name in ("torch", "jax", "flax"):
         if name in installed():
             facts[name] = installed()[name]
