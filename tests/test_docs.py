@@ -88,8 +88,3 @@ def test_a_table_of_faults_and_pictures_that_pages_name_exist():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (DOCS / target).exists(), f"{page.name} names {target}"
-
-
-def test_the_code_of_the_port_stays_short():
-    folder = DOCS.parent / "examples" / "sentence_encoder"
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")) < 200
