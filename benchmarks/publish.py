@@ -33,9 +33,9 @@ TOLD = {
     "cause": "the right cause ranked first",
 }
 PRACTICE = {
-    "torch.testing": "`torch.testing.assert_close`, its defaults, on the outputs",
-    "1e-3": "`allclose(rtol=1e-3, atol=1e-3)` on the outputs",
-    "means": "the means of the outputs compared, to 1e-3",
+    "torch.testing": "`torch.testing.assert_close`, defaults",
+    "1e-3": "`allclose(rtol=1e-3, atol=1e-3)`",
+    "means": "means of the outputs, to 1e-3",
 }
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
 # How sure the bound of the rate of false alarms is.
@@ -80,18 +80,20 @@ those that were written down for that kind of fault before any was tried (`bench
 
 def summary(planted: Sequence[Row]) -> str:
     """What is found, and by whom."""
-    total = len(planted)
-    ours = [["`parity.compare`: " + words, share(planted, told), WANTED.get(told, "")] for told, words in TOLD.items()]
+    found = share(planted, "found"), *(share(planted, told) for told in PRACTICE)
     # Where nothing that is computed shows, a setting or an array is named, and there is no operation to name.
     computed = [row for row in planted if not row.get("silent")]
-    words = f"`parity.compare`: an operation named on both sides, of {len(computed)} that change what is computed"
-    ours.append([words, share(computed, "operation"), ""])
-    usual = [[words, share(planted, told), ""] for told, words in PRACTICE.items()]
+    named_first = f"an operation named on both sides, of {len(computed)} that change what is computed"
+    lines = [
+        [TOLD["found"], *found, WANTED["found"]],
+        *([TOLD[told], share(planted, told), "-", "-", "-", WANTED[told]] for told in ("exact", "cause")),
+        [named_first, share(computed, "operation"), "-", "-", "-", ""],
+    ]
     alone = sum(not any(row.get(told) for told in PRACTICE) for row in planted if row["found"])
     seconds = [row["seconds"] for row in planted]
     return section(
         "Faults",
-        *report.table((f"of {total} planted faults", "", "wanted"), [*ours, *usual]),
+        *report.table((f"of {len(planted)} planted faults", "`parity.compare`", *PRACTICE.values(), "wanted"), lines),
         "",
         f"{alone} of them are found by `parity.compare` and by none of the three usual ways. The usual ways name neither a "
         f"module nor a cause. A comparison with its diagnosis took {statistics.median(seconds):.1f} s in the middle and "
@@ -236,7 +238,7 @@ def at_most(alarms: int, trials: int, rate: float) -> float:
 
 def share(rows: Sequence[Row], told: str) -> str:
     count = report.counted(rows, told)
-    return f"{count} ({100 * count / max(1, len(rows)):.1f} %)"
+    return f"{count} ({100 * count / max(1, len(rows)):.1f}&nbsp;%)"
 
 
 def percent(rate: float) -> str:

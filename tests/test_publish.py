@@ -47,10 +47,15 @@ def test_the_page_is_what_the_command_writes(tmp_path):
 
 def test_what_is_found_stands_beside_the_usual_practice():
     text = written(row(), row("fast variance", **{"torch.testing": False}))
-    assert "| `parity.compare`: found | 2 (100.0 %) | all |" in text
-    assert "| `torch.testing.assert_close`, its defaults, on the outputs | 1 (50.0 %) |  |" in text
+    assert "| found | 2 (100.0&nbsp;%) | 1 (50.0&nbsp;%) | 0 (0.0&nbsp;%) | 0 (0.0&nbsp;%) | all |" in text
+    assert "| the right cause ranked first | 2 (100.0&nbsp;%) | - | - | - | 90 % |" in text
     assert "1 of them are found by `parity.compare` and by none of the three usual ways" in text
     assert "Nothing: every fault is found" in text
+
+
+def test_an_operation_is_asked_for_only_where_one_differs():
+    text = written(row(), row("momentum", operation=None, silent=True))
+    assert "| an operation named on both sides, of 1 that change what is computed | 1 (100.0&nbsp;%) | - |" in text
 
 
 def test_every_miss_is_told_with_what_was_said_instead():
