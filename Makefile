@@ -7,11 +7,11 @@ BIN := .venv/bin
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up parity test test-slow lint docs format generated pin clean
+.PHONY: help set-up parity test test-slow lint docs catalogue-page format generated pin clean
 
 help:  ## this list
 	@echo 'Each target first installs what it needs, once.'
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F '|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F '|' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 	@echo 'Settings: PYTHON=python3.12 (another interpreter), EXTRAS=dev,cuda (JAX on an NVIDIA GPU), ARGS="..."'
 
 set-up:  ## make or renew .venv; nothing to do when it is up to date
@@ -34,6 +34,9 @@ lint: set-up  ## ruff and mypy, as CI runs them
 
 docs: set-up  ## build the documentation into docs/_build
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+catalogue-page: set-up  ## write docs/catalogue.md from benchmarks/results
+	$(BIN)/python -m benchmarks.publish
 
 format: set-up  ## put the code into the house format and repair what ruff can
 	$(BIN)/ruff check --fix .

@@ -523,7 +523,7 @@ def python_name(text: str, option: str, wanted: str) -> Any:
         InputError: it is of another form, or gives nothing.
     """
     if ":" not in text:
-        raise parity.InputError(f"{option} must be module:name, such as my_models:build, got {text!r}", "no-such-name")
+        raise parity.InputError(f"{option} must be module:name, such as my_models:build, got {text!r}", "misuse")
     return named(text, f"{option} ", wanted)
 
 

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+import typer
 from flax import linen, nnx
 from torch import nn
 from torch.nn import functional as F
 
+import parity
+import parity.cli
+
 DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
 # `expression` → `value`, in a cell.
 CLAIM = re.compile(r"`([^`]+)` → `([^`]+)`")
 
@@ -75,8 +82,9 @@ def as_before():
         known[:] = before
 
 
-@pytest.mark.parametrize("page", ["index.md", "extend.md"])
-def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, capsys, as_before):
+@pytest.mark.parametrize("page", [path.name for path in PAGES if "```python" in path.read_text(encoding="utf-8")])
+def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, capsys, as_before, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "docs"}
     for code, shown in blocks(page):
         exec(compile(code, page, "exec"), names)
@@ -84,12 +92,41 @@ def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, capsys, a
         assert not shown or printed.strip() == shown.strip()
 
 
+def commands(page: Path) -> list[str]:
+    """Lines of shells, and of files that run something, that begin with a program of ours."""
+    found = re.findall(r"^```(?:bash|yaml)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [line for block in found for line in re.findall(r"\b(?:parity|make|pip) .*", block)]
+
+
+@pytest.mark.parametrize("page", [path.name for path in PAGES if commands(path)])
+def test_the_commands_of_a_page_have_the_options_that_it_gives(page):
+    ours = typer.main.get_command(parity.cli.app)
+    targets = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
+    extras = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for line in commands(DOCS / page):
+        program, *words = shlex.split(line, comments=True)
+        if program == "make":
+            assert f"\n{words[0]}:" in targets, line
+        elif program == "pip":
+            named = [name for word in words for name in re.findall(r"\[(.*)\]", word)]
+            assert {extra for name in named for extra in name.split(",")} <= set(extras), line
+        else:
+            command = ours.commands[words[0]]
+            # Refuses what is no option, and arguments that are missing.
+            command.make_context(words[0], words[1:])
+
+
+def test_every_public_name_stands_in_the_documentation():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
+    public = [
+        name
+        for name, value in vars(parity).items()
+        if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value) or name.isupper())
+    ]
+    assert [name for name in public if f"parity.{name}" not in text] == []
+
+
 def test_a_table_of_faults_and_pictures_that_pages_name_exist():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (DOCS / target).exists(), f"{page.name} names {target}"
-
-
-def test_the_code_of_the_port_stays_short():
-    folder = DOCS.parent / "examples" / "sentence_encoder"
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.glob("*.py")) < 200

@@ -19,9 +19,9 @@ def test_the_code_of_the_readme_runs_in_order_and_prints_what_stands_below_it(ca
         exec(compile(block, "README.md", "exec"), names)
         printed.append(capsys.readouterr().out.strip())
     shown = [content.strip() for language, content in FENCED if not language and "the same function" in content.lower()]
-    assert printed[0] == shown[0]
-    assert shape(printed[1]) == shape(shown[1])
-    assert "attention   first divergence   (last agreement: W_v)" in shown[1]
+    assert shape(printed[0]) == shape(shown[0])
+    assert printed[1] == shown[1]
+    assert "cause: activation" in shown[0] and "change: use jax.nn.gelu(x, approximate=False)" in shown[0]
 
 
 def test_two_user_modules_take_at_most_ten_lines():
@@ -37,3 +37,10 @@ def test_the_readme_names_the_two_commands():
     )
     assert {"parity", "test"} <= targets
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE)) <= targets
+
+
+def test_what_the_readme_names_exists():
+    root = Path(__file__).parents[1]
+    named = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r'src="([^"]+)"', README)
+    assert [target for target in named if not (root / target).exists()] == []
+    assert "docs/report.png" in named, "the picture of a report"

@@ -3,23 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from in_nnx import EPS, HEADS, INNER, LAYERS, LONGEST, VOCABULARY, WIDTH
+from in_nnx import RENAME as NNX_NAMES
 
-WIDTH, HEADS, INNER, LAYERS, VOCABULARY, LONGEST, EPS = 384, 12, 1536, 6, 30522, 512, 1e-12
-
-RENAME = {
-    "embeddings.word_embeddings": "words",
-    "embeddings.position_embeddings": "positions",
-    "embeddings.token_type_embeddings": "kinds",
-    "embeddings.LayerNorm": "norm",
-    "encoder.layer.{i}.attention.self.query": "layer_{i}.query",
-    "encoder.layer.{i}.attention.self.key": "layer_{i}.key",
-    "encoder.layer.{i}.attention.self.value": "layer_{i}.value",
-    "encoder.layer.{i}.attention.output.dense": "layer_{i}.mix",
-    "encoder.layer.{i}.attention.output.LayerNorm": "layer_{i}.mix_norm",
-    "encoder.layer.{i}.intermediate.dense": "layer_{i}.widen",
-    "encoder.layer.{i}.output.dense": "layer_{i}.narrow",
-    "encoder.layer.{i}.output.LayerNorm": "layer_{i}.norm",
-}
+# `@compact` has no lists: a layer carries its number in its name.
+RENAME = {theirs: mine.replace("layers.{i}", "layer_{i}") for theirs, mine in NNX_NAMES.items()}
 
 
 def norm(name: str) -> nn.LayerNorm:

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import torch
 from transformers import BertModel
+from transformers.utils import logging
+
+# The file has a pooler besides, which `transformers` reports at length.
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 
 class SentenceEncoder(BertModel):

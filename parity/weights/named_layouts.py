@@ -193,7 +193,7 @@ INVERSE = "inverse "
 
 
 def layout_names() -> dict[str, str]:
-    """The layouts that a rename may name behind ` | `, as they are written, each with what it does from torch to Flax."""
+    """The layouts that a rename may name behind `|`, as they are written, each with what it does from torch to Flax."""
     return {f"{word}{known.arguments}": (known.build.__doc__ or "").partition("\n")[0] for word, known in KNOWN.items()}
 
 
