@@ -183,6 +183,12 @@ def test_the_biases_of_a_gru_are_merged_but_for_the_one_inside_the_gate():
     assert report.passed, str(report)
 
 
+def test_a_layer_that_torch_quantised_is_refused_as_such():
+    numbers = {"0.scale": torch.tensor(0.5), "0.zero_point": torch.tensor(3)}
+    with pytest.raises(parity.TransferError, match=r"0\.scale, 0\.zero_point: the weight was quantised by torch"):
+        parity.transfer(numbers, nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0))))
+
+
 # ---------------------------------------------------------------- causes
 
 WIDE, IMAGE, ODD = 3 * normal(3, 24, name="wide"), normal(2, 4, 6, 5, name="image"), normal(2, 4, 7, 5, name="odd")
