@@ -239,7 +239,11 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("name", CAUSES)
+# What is tried in every run; the rest stands in the slow one.
+QUICK = ("beta", "alpha", "bounds", "soft sign", "bound added", "mirrored", "over the edge")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CAUSES])
 def test_the_cause_comes_first(name):
     torch_function, wrong, x, says = CAUSES[name]
     found = parity.diagnose(TorchHolder(torch_function).eval(), FlaxHolder(wrong), x)
