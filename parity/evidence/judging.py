@@ -44,10 +44,15 @@ def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], fl
                 (largest_gap(r[place], trial.expected[place]) for r in shaken if fits(r.get(place), trial, place)), default=0
             )
             trial.bounds[place] = tight + SEMANTICS_FACTOR * own
-            if GROSS < before.get(str(place), 0) < np.inf and tight * before[str(place)] < SWALLOWED * trial.bounds[place]:
+            if swallowed(before.get(str(place), 0.0), tight, trial.bounds[place]):
                 trial.bounds[place] = tight
         differences, worst = differing(trial, trial.actual)
     return differences, worst
+
+
+def swallowed(ratio: float, tight: float, loose: float) -> bool:
+    """Whether a difference, so many times its tight bound, is too gross for the loose one to explain it."""
+    return GROSS < ratio < np.inf and tight * ratio < SWALLOWED * loose
 
 
 def fits(found: Any, trial: Trial, place: Place) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from parity.errors import first_line
 from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
+from parity.evidence.judging import swallowed
 from parity.evidence.left_behind import compared_buffers
 from parity.evidence.numerics import (
     Identity,
@@ -223,7 +224,10 @@ def judged(
         if second and not result.passed and np.isfinite(result.ratio):
             # This second look costs four runs, so it is taken only where the first one fails.
             runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
-            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
+            bound = semantics_bound(native[part], theirs, scale, runs)
+            # Where torch rounds at a tie, half an ulp before it is a whole step behind it, and would explain any fault.
+            if kind != "outputs" or not swallowed(result.ratio, result.bound, bound):
+                result, wrong[part] = identity(mine, theirs, bound)
         results.append(result)
     return together(results), wrong
 
