@@ -359,3 +359,11 @@ def test_another_rounding_of_ties_is_not_excused_by_what_shaking_does_to_ties():
     assert not parity.compare(*models, halves, levels="identical", **FAST).passed
     right = models[0], FlaxPlain(lambda x: jnp.round(x * 2))
     assert parity.compare(*right, halves, levels="identical", **FAST).passed
+
+
+def test_a_dropout_with_a_key_of_its_own_is_the_cause():
+    def dropped(x):
+        return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), 2 * jnp.sin(x), 0)
+
+    cause = first_cause(torch.sin, dropped, X)
+    assert cause is not None and (cause.hypothesis, cause.change) == ("dropout left on", "draw nothing in eval mode")
