@@ -62,7 +62,8 @@ def weights(subject: Subject) -> LevelResult:
         figures["cannot be paired"] = True
     notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
-        return LevelResult("weights", "not applicable", "neither model has parameters", figures)
+        why = "every array is left out, as asked" if pairing.ignored else "neither model has parameters"
+        return LevelResult("weights", "not applicable", why, figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
     return verdict("weights", findings, summary, figures, notes)
 

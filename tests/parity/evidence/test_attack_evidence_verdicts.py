@@ -367,3 +367,8 @@ def test_a_dropout_with_a_key_of_its_own_is_the_cause():
 
     cause = first_cause(torch.sin, dropped, X)
     assert cause is not None and (cause.hypothesis, cause.change) == ("dropout left on", "draw nothing in eval mode")
+
+
+def test_weights_that_are_all_left_out_are_not_said_to_be_none():
+    report = parity.compare(*pair(lambda y: y), X, ignore="*", levels=("weights", "structure"), **FAST)
+    assert report.level("weights").summary == "every array is left out, as asked"
