@@ -307,7 +307,7 @@ def raises_at_once(suspect):
         (raises_at_once, "RuntimeError: at once"),
         (lambda suspect: None, "TypeError: 'NoneType' object is not iterable"),
         (yields(3), "it yields 3, which is no parity.Variant with a function for its values"),
-        (yields(parity.Variant("a", "b", 3)), "values=3), which is no parity.Variant"),  # type: ignore[arg-type]
+        (yields(parity.Variant("a", "b", 3)), "which is no parity.Variant with a function for its values"),  # type: ignore[arg-type]
         (yields(parity.Variant("a", "b", lambda: "c")), "the values of a variant are str, not a mapping"),  # type: ignore[arg-type, return-value]
     ],
 )
