@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -88,7 +88,7 @@ def wide(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).astype(np.float64)
 
 
-def comparable(actual: Any, expected: np.ndarray) -> bool:
+def comparable(actual: Any, expected: np.ndarray) -> TypeGuard[np.ndarray]:
     """Whether an output can be compared value by value: an array of the same shape, complex only if both are."""
     if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
         return False
