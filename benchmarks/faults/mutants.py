@@ -232,7 +232,7 @@ def of_arithmetic(node: ast.BinOp) -> Iterator[tuple[str, ast.AST]]:
 def of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
     own = isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "self"
-    if own and len(node.args) == 1:
+    if own and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
         yield "module left out", node.args[0]
     if len(node.args) > 1 and all(isinstance(arg, ast.Name) for arg in node.args[:2]):
         first, second, *rest = node.args

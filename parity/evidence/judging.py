@@ -43,9 +43,58 @@ def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], fl
     return differences, worst
 
 
+def bounds(trial: Trial, shaken: Sequence[Mapping[Place, Any]] = ()) -> dict[Place, np.ndarray]:
+    """What rounding explains at each place, value by value."""
+    found = {}
+    for place, leaf in trial.expected.items():
+        if is_array(leaf):
+            found[place] = tight = bound(trial.noise.get(place), leaf)
+            runs = [run[place] for run in shaken if fits(run.get(place), trial, place)]
+            if runs:
+                loose = bound(trial.noise.get(place), leaf, runs)
+                found[place] = np.where(gross(trial, place, tight, loose), tight, loose)
+    return found
+
+
+def gross(trial: Trial, place: Place, tight: np.ndarray, loose: np.ndarray) -> np.ndarray:
+    """Where a difference is no question of rounding, although shaken roundings would swallow it."""
+    gap = gap_at(trial, place)
+    # By the largest bound of values like it: a small row may be exact in torch, and its own bound nothing.
+    least = largest_like_it(trial, place, tight)
+    beyond, lost = (gap > GROSS * least) & (least > 0), swallowed(gap, least, loose)
+    # Where some of it is plainly more than roundings do, these are what the rest is known to: float32 inside, say.
+    return lost if (lost == beyond).all() else np.zeros(gap.shape, bool)
+
+
 def swallowed(gap: Any, tight: Any, loose: Any) -> Any:
     """Where a difference is too gross against its tight bound for the loose one, of shaken roundings, to explain it."""
     return (gap > GROSS * tight) & (tight > 0) & (gap < SWALLOWED * loose)
+
+
+def in_rows_alone(trial: Trial, differences: Sequence[Difference]) -> bool:
+    """Whether all that differs is numbers that the noise of larger rows would explain."""
+    told = {one.where for one in differences}
+    if any(one.reason for one in differences):
+        return False
+    places = [(place, limit) for place, limit in trial.bounds.items() if str(place) in told]
+    return all((gap_at(trial, place) <= largest_like_it(trial, place, limit)).all() for place, limit in places)
+
+
+def gap_at(trial: Trial, place: Place) -> np.ndarray:
+    """The differences at one place; none where the two have other shapes."""
+    mine, theirs = trial.expected[place], trial.actual.get(place)
+    if not is_array(theirs) or theirs.size != mine.size or (theirs.dtype.kind == "c") != (mine.dtype.kind == "c"):
+        return np.zeros(in_parts(mine).shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.nan_to_num(np.abs(in_parts(theirs.reshape(mine.shape)) - in_parts(mine)), nan=0.0)
+
+
+def largest_like_it(trial: Trial, place: Place, limit: np.ndarray) -> np.ndarray:
+    """For each value the largest bound of those of its magnitude, whatever row they are in."""
+    found = np.zeros(limit.shape)
+    for part in alike(in_parts(trial.expected[place])):
+        found[part] = limit[part].max(initial=0.0)
+    return found
 
 
 def fits(found: Any, trial: Trial, place: Place) -> bool:
