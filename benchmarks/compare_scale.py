@@ -58,10 +58,13 @@ def pair(width: int, layers: int) -> tuple[Any, Any, Any]:
     return mine, theirs, torch.randn(BATCH, LENGTH, width)
 
 
-def cost(call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What a call returns, its processor and clock seconds, and the peak of memory above the start in MiB."""
+def cost(call: Callable[[], Any], start: int | None = None) -> tuple[Any, dict[str, float]]:
+    """What a call returns, its processor and clock seconds, and the peak of memory above `start`, or that now, in MiB.
+
+    Memory that was given back stays with the process, so later calls are measured from before the first.
+    """
     gc.collect()
-    before, cpu, clock = resident(), time.process_time(), time.perf_counter()
+    before, cpu, clock = resident() if start is None else start, time.process_time(), time.perf_counter()
     with Peak() as peak:
         result = call()
     seconds = {"cpu": time.process_time() - cpu, "clock": time.perf_counter() - clock}
@@ -84,10 +87,11 @@ def measure(part: str, width: int, layers: int) -> dict[str, Any]:
         return subject.flax.evaluate(theirs, subject.call, dtype=dtype, cotangents=cotangents, quick=dtype is not None)
 
     if part.startswith("models"):
+        start = resident()
         native = torch_run(None)
         heads = subject.cotangents_for(native) if part != "models" else None
         found = {
-            f"{side} {dtype}": cost(lambda run=run, dtype=dtype: run(None if dtype == "float32" else dtype, heads))[1]
+            f"{side} {dtype}": cost(lambda run=run, dtype=dtype: run(None if dtype == "float32" else dtype, heads), start)[1]
             for dtype in ("float32", "float64")
             for side, run in (("torch", torch_run), ("flax", flax_run))
         }
@@ -133,15 +137,16 @@ def layer_size(subject: Any) -> int:
 
 def ratios(parts: dict[str, Any]) -> dict[str, float]:
     """The costs of tracing and comparing, in those of running both models, and memory in layers."""
-    plain, graded, found = parts["models"], parts["models with gradients"], {}
+    plain, graded, found = parts["models"], parts.get("models with gradients"), {}
     runs = {
         "as compared": plain["torch float32"]["cpu"] + plain["torch float64"]["cpu"] + plain["flax float64"]["cpu"],
         "float64": plain["torch float64"]["cpu"] + plain["flax float64"]["cpu"],
         "float32": plain["torch float32"]["cpu"] + plain["flax float32"]["cpu"],
-        "float64 with gradients": graded["torch float64"]["cpu"] + graded["flax float64"]["cpu"],
-        "float32 with gradients": graded["torch float32"]["cpu"] + graded["flax float32"]["cpu"],
     }
-    runs["all four with gradients"] = runs["float64 with gradients"] + runs["float32 with gradients"]
+    if graded:
+        for dtype in ("float64", "float32"):
+            runs[f"{dtype} with gradients"] = graded[f"torch {dtype}"]["cpu"] + graded[f"flax {dtype}"]["cpu"]
+        runs["all four with gradients"] = runs["float64 with gradients"] + runs["float32 with gradients"]
     costs = {name: sum(one["cpu"] for one in parts[name].values()) for name in PARTS[2:] if name in parts}
     for name, seconds in costs.items():
         found |= {f"{name} / {run}": seconds / unit for run, unit in runs.items()}

@@ -9,6 +9,7 @@ import numpy as np
 
 from parity.evidence.faults import SourceLine
 from parity.evidence.shelf import taken
+from parity.evidence.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def same(given: Any, returned: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy.
+    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy, or put aside.
 
     Attributes:
         path: the submodule's dotted path, in torch's words.
@@ -125,6 +126,11 @@ class ModuleCall:
     @property
     def key(self) -> tuple[str, int]:
         return self.path, self.call
+
+    def taken(self) -> "ModuleCall":
+        """The same with the arrays in memory that were put aside."""
+        args, kwargs, output = (mapped(lambda _, leaf: taken(leaf), tree) for tree in (self.args, self.kwargs, self.output))
+        return replace(self, args=args, kwargs=kwargs, output=output)
 
 
 @dataclass(frozen=True)

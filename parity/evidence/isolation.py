@@ -4,7 +4,7 @@ A module that calls other modules gets torch's answers from them: what it comput
 children is seen whether they are right or wrong, and so is what it gives them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.hypotheses.weight import Weight, weights_of
 from parity.evidence.judging import compared
 from parity.evidence.partners import partners
+from parity.evidence.shelf import Shelf
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import (
@@ -49,13 +50,14 @@ class Isolator:
 
     def __init__(self, subject: Subject, dtype: str | None = "float64"):
         self.subject, self.dtype = subject, dtype
-        self.plain = observed(subject, None)
-        self.calls = self.plain if dtype is None else observed(subject, dtype)
-        self.own = own_calls(subject, dtype)
-        self.partners, self.unpaired = partners(subject, list(self.calls.values()), list(self.own.values()))
+        shelf = Shelf()
+        self.plain = observed(subject, None, shelf)
+        self.calls = self.plain if dtype is None else observed(subject, dtype, shelf)
+        self.own = own_calls(subject, dtype, shelf)
+        self.partners, self.unpaired = partners(subject, self.calls.aside, self.own.aside)
         self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
         self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
-        self.children = nearest_children(self.calls, set(self.partners))
+        self.children = nearest_children({c.key: c for c in self.calls.aside}, set(self.partners))
         # In which order of axes a pair was found right, and what it is called with in the model's own run.
         self.right: dict[str, list[Axes]] = {}
         self.results: dict[tuple[str, int], Isolated] = {}
@@ -393,7 +395,31 @@ def plain_arguments(one: ModuleCall) -> dict[str, Any]:
     return {spoken(path): leaf for path, leaf in leaves if isinstance(leaf, PLAIN)}
 
 
-def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
+class Calls(Mapping[tuple[str, int], ModuleCall]):
+    """Calls by path and number, whose arrays come into memory with the call that is asked for.
+
+    Args:
+        aside: the calls, with what stands for the arrays that were put aside.
+    """
+
+    def __init__(self, aside: list[ModuleCall]):
+        self.aside = aside
+        self.by_key = {c.key: c for c in aside}
+
+    def __getitem__(self, key: tuple[str, int]) -> ModuleCall:
+        return self.by_key[key].taken()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.by_key
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.by_key)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+
+def observed(subject: Subject, dtype: str | None, shelf: Shelf) -> Calls:
     """Torch's calls in a dtype; None is that of the model.
 
     Raises:
@@ -401,19 +427,19 @@ def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], Modul
     """
     try:
         with subject.torch.pinned():
-            calls = subject.torch.observe(subject.torch_model, subject.call, dtype=dtype)
+            calls = subject.torch.observe(subject.torch_model, subject.call, dtype=dtype, keep=shelf.put)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
-    return {c.key: c for c in calls}
+    return Calls(calls)
 
 
-def own_calls(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
+def own_calls(subject: Subject, dtype: str | None, shelf: Shelf) -> Calls:
     """Flax's calls in its own run, which show how its modules want to be called; none if it raises."""
     try:
-        calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype)
+        calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype, keep=shelf.put)
     except Exception:
-        return {}
-    return {c.key: c for c in calls}
+        return Calls([])
+    return Calls(calls)
 
 
 def nearest_children(

@@ -36,7 +36,7 @@ class Shelf:
 
     def write(self, array: np.ndarray) -> int | None:
         """Append an array to the file; returns where it begins, or None if it cannot be written."""
-        start, rest = self.written, memoryview(array.reshape(-1).view(np.uint8))
+        start, rest = self.written, array.reshape(-1).view(np.uint8).data
         try:
             if self.file is None:
                 self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as something lies in it
@@ -52,7 +52,7 @@ class Shelf:
     def read(self, start: int, array: np.ndarray) -> None:
         """Fill an array with what lies in the file from `start` on."""
         assert self.file is not None
-        rest = memoryview(array.reshape(-1).view(np.uint8))
+        rest = array.reshape(-1).view(np.uint8).data
         self.file.seek(start)
         while rest:
             rest = rest[self.file.readinto(rest) :]  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from torch import nn
 import parity
 from parity.evidence import shelf
 from parity.evidence.calls import Call
+from parity.evidence.isolation import Isolator
 from parity.evidence.subject import Subject
 from parity.frameworks import load
 from parity.frameworks.jax import pieces
@@ -215,3 +216,25 @@ def test_pieces_return_what_the_whole_returns() -> None:
     assert got["none"] is None
     # One that is returned twice is handed on once.
     assert len(calls) == len(jax.tree.leaves(got)) - 1
+
+
+@pytest.mark.usefixtures("streamed")
+def test_memory_held_by_an_isolation_does_not_grow_with_recorded_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    for layers in (2, 8):
+        mine, theirs, args, kwargs = nets(layers)
+        with monkeypatch.context() as patched:
+            alive = Alive(patched)
+            Isolator(Subject(mine, theirs, args, kwargs, gradients=False))
+        peaks.append(alive.peak)
+    assert peaks[0] == peaks[1]
+
+
+def test_streamed_isolation_is_that_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs, args, kwargs = nets(3, fault=1)
+    plain = parity.trace(mine, theirs, *args, kwargs=kwargs).isolated()
+    monkeypatch.setattr(shelf, "ROOM", 0)
+    monkeypatch.setattr(pieces, "PIECE", 1)
+    cut = parity.trace(mine, theirs, *args, kwargs=kwargs).isolated()
+    assert cut.to_dict() == plain.to_dict()
+    assert [one.path for one in cut.faults] == ["blocks.1.norm"]
