@@ -159,7 +159,7 @@ def torch_side(side: OneSide, keep: str) -> None:
     """Ask a torch model all that a comparison may ask it."""
     side.torch_native  # noqa: B018 - what it raises is for the caller
     check_ids(side)
-    quietly(lambda: side.torch_whole)
+    quietly(lambda: keep_forwards(side))
     quietly(lambda: side.pinned_dtype("torch"))
     if not isinstance(side.torch.raises(side.torch_model, side.call), str):
         for _, call, soft in spoiled(side):
@@ -177,6 +177,13 @@ def torch_side(side: OneSide, keep: str) -> None:
     if side.gradients and keep == "all":
         with side.torch.pinned():
             quietly(lambda: side.torch.observe_backward(side.torch_model, side.call, side.cotangents or {}, dtype="float64"))
+
+
+def keep_forwards(side: OneSide) -> None:
+    """The float64 run, and its outputs once more for who asks for no gradients."""
+    forwards = replace(side.torch_whole, gradients={})
+    key = side.recording.questions.asked("evaluate", side.call, (), {"dtype": "float64"})
+    side.recording.answers.setdefault(key, {"returns": forwards})
 
 
 def quietly(ask: Callable[[], Any]) -> None:
