@@ -75,7 +75,7 @@ def as_before():
         known[:] = before
 
 
-@pytest.mark.parametrize("page", ["index.md", "extend.md"])
+@pytest.mark.parametrize("page", ["index.md", "bundles.md", "extend.md"])
 def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, capsys, as_before):
     names: dict[str, Any] = {"__name__": "docs"}
     for code, shown in blocks(page):

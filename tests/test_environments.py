@@ -191,10 +191,10 @@ class Model(torch.nn.Module):
 model = Model().eval()
 with torch.no_grad():
     for name, p in model.named_parameters():
-        p.copy_(torch.linspace(-1, 2, p.numel()).reshape(p.shape))
+        p.copy_(torch.from_numpy(np.linspace(-1, 2, p.numel(), dtype=np.float32).reshape(p.shape)))
 """
 FLAX = """
-import jax.numpy as jnp, numpy as np, parity
+import numpy as np, parity
 from flax import nnx
 class Model(nnx.Module):
     def __init__(self, rngs, epsilon):
@@ -204,8 +204,8 @@ class Model(nnx.Module):
         return self.norm(self.up(x))
 def made(epsilon=1e-5):
     model = Model(nnx.Rngs(0), epsilon)
-    model.up.kernel[...] = jnp.linspace(-1, 2, 24).reshape(6, 4).T
-    model.up.bias[...] = model.norm.scale[...] = model.norm.bias[...] = jnp.linspace(-1, 2, 6)
+    model.up.kernel[...] = np.linspace(-1, 2, 24, dtype=np.float32).reshape(6, 4).T
+    model.up.bias[...] = model.norm.scale[...] = model.norm.bias[...] = np.linspace(-1, 2, 6, dtype=np.float32)
     return model
 """
 INPUT = "x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)\n"

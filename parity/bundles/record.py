@@ -50,9 +50,11 @@ def record(
     inputs that do not fit, the settings of its layers, versions and devices. It is a safetensors file whose metadata is
     JSON; nothing in it can be run. An array that is met twice is kept once.
 
-    Recording a torch model costs about 40 runs of it, forwards and, with gradients, backwards: noise is measured by
-    running it again on numbers that are moved by roundings. Recording a Flax model costs 6 runs and their compilation.
-    A small encoder (0.4 MB of parameters) took 1.9 s and 4.1 MB with `keep='all'`, 1.2 MB as summaries, 0.3 MB as digests.
+    Recording a torch model runs it 43 times: its noise is measured by running it again on numbers that roundings have
+    moved, 16 times operation by operation. An encoder of three layers, 1.6 MB of parameters, took 7.4 s of one core,
+    600 times its forward and backward pass, and 0.7 s without gradients, 50 times. Its file had 15 MB with `keep='all'`,
+    0.9 MB as summaries, 0.5 MB as digests; without gradients 6.9, 0.5 and 0.3 MB. Recording a Flax model runs it seven
+    times and compiles most of them.
 
     Args:
         model: a `torch.nn.Module`, an `nnx.Module` or a `parity.Linen`, in eval mode.
