@@ -13,6 +13,7 @@ from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.bundles.replay import Replayed, replayed, told_apart
 from parity.errors import InputError, NotRecordedError, listed
+from parity.evidence.calls import ModuleCall
 from parity.evidence.diff import compare_arrays
 from parity.evidence.input_sets import InputSet
 from parity.evidence.ladder import floats, magnitudes
@@ -219,16 +220,17 @@ class OneRecording(Replayed):
         # The other one's error beside this one's own.
         return (factor + 1) * noise + floor * UNIT[self.dtype] * finite_scale(oracle)
 
+    def observed(self, dtype: str | None) -> list[ModuleCall]:
+        """The calls of modules that the bundle keeps."""
+        try:
+            return list(self.torch.observe(self.torch_model, self.call, dtype=dtype))
+        except NotRecordedError:
+            return []
+
     def modules(self) -> Iterator[tuple[str, Known]]:
         """What every module returned in float64, by its path and call."""
-        try:
-            wide_calls = self.torch.observe(self.torch_model, self.call, dtype="float64")
-            plain = {one.key: one for one in self.torch.observe(self.torch_model, self.call, dtype=None)}
-        except NotRecordedError:
-            return
-        except Exception:
-            return
-        for one in wide_calls:
+        plain = {one.key: one for one in self.observed(None)}
+        for one in self.observed("float64"):
             noise = dict(flatten(plain[one.key].output, is_array)) if one.key in plain else {}
             for path, leaf in flatten(one.output, is_array):
                 name = f"{one.path or 'the model'}{f' (call {one.call + 1})' if one.call else ''}: output {path}".rstrip()

@@ -105,7 +105,7 @@ def replayed(
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
 
     def climb_one(one: InputSet, first: bool, explain: bool) -> Report:
-        subject = Replayed(sides, one, rename, ignored)
+        subject = Replayed(sides, one, rename, ignored, gradients="gradients" in levels)
         wanted = levels if first else tuple(level for level in levels if level != "weights")
         report = climb(subject, wanted, modes, strict, diagnose=diagnose and explain, trace=explain)
         return replace(report, notes=(*subject.told(report), *report.notes))
@@ -148,14 +148,23 @@ class Replayed(Subject):
         one: the input set, by its name.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
+        gradients: whether they are compared, if they were recorded.
 
     Raises:
         InputError: the model cannot be compared as it stands; all reasons at once.
     """
 
-    def __init__(self, sides: Mapping[str, Any], one: InputSet, rename: Mapping[str, str] | None, ignore: tuple[str, ...]):
+    def __init__(
+        self,
+        sides: Mapping[str, Any],
+        one: InputSet,
+        rename: Mapping[str, str] | None,
+        ignore: tuple[str, ...],
+        gradients: bool,
+    ):
         self.recorded = frozenset(name for name, side in sides.items() if isinstance(side, Recorded))
         self.open(*(side for side in sides.values() if isinstance(side, Recorded)), one=one)
+        self.gradients = self.native_gradients = self.gradients and gradients
         self.torch_model, self.flax_model = sides["torch"], sides["flax"]
         self.torch, self.flax = (
             side if isinstance(side, Recorded) else owner(side) for side in (sides["torch"], sides["flax"])

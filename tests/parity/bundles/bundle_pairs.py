@@ -26,16 +26,15 @@ class TorchSmall(nn.Module):
 
 
 class FlaxSmall(nnx.Module):
-    def __init__(self, epsilon: float = 1e-5, factor: float = 1.0):
-        rngs = nnx.Rngs(0)
-        self.embed, self.out = nnx.Embed(7, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
-        self.norm = nnx.LayerNorm(8, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
-        self.factor = factor
+    def __init__(self, epsilon: float = 1e-5, dtype: Any = jnp.float32):
+        kept: Any = {"rngs": nnx.Rngs(0), "param_dtype": dtype}
+        self.embed, self.out = nnx.Embed(7, 8, dtype=dtype, **kept), nnx.Linear(8, 5, **kept)
+        self.norm = nnx.LayerNorm(8, epsilon=epsilon, use_fast_variance=False, **kept)
 
     def __call__(self, ids, scale, mask=None):
         y = self.norm(self.embed(ids) * scale[..., None])
         y = y if mask is None else jnp.where(mask[..., None], jnp.nan, y)
-        return {"scores": self.out(jax.nn.relu(y)) * self.factor, "inner": (y, ids + 1)}
+        return {"scores": self.out(jax.nn.relu(y)), "inner": (y, ids + 1)}
 
 
 class LinenSmall(linen.Module):

@@ -18,11 +18,11 @@ def recorded(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles")
     given = pairs.ids(), pairs.scale()
     found = {
-        side: parity.record(model, *given, kwargs={"mask": pairs.mask()}, path=folder / f"{side}.safetensors")
+        side: parity.record(model, *given, path=folder / f"{side}.safetensors")
         for side, model in zip(("torch", "flax"), models, strict=True)
     }
     for keep in ("summaries", "digests"):
         for side, model in zip(("torch", "flax"), models, strict=True):
             path = folder / f"{side}_{keep}.safetensors"
-            found[f"{side} {keep}"] = parity.record(model, *given, kwargs={"mask": pairs.mask()}, path=path, keep=keep)
+            found[f"{side} {keep}"] = parity.record(model, *given, path=path, keep=keep, gradients=keep == "summaries")
     return found

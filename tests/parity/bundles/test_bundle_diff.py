@@ -20,7 +20,7 @@ def test_a_recording_is_equal_to_itself(side, keep, recorded):
 def test_two_recordings_of_one_framework_differ_where_the_models_do(models, recorded, tmp_path):
     given = pairs.ids(), pairs.scale()
     wrong = pairs.flax_model(models[0], epsilon=1e-6)
-    path = parity.record(wrong, *given, kwargs={"mask": pairs.mask()}, path=tmp_path / "w.safetensors")
+    path = parity.record(wrong, *given, path=tmp_path / "w.safetensors")
     found = parity.bundle_diff(recorded["flax"], path)
     paths = {leaf.path for leaf in found.leaves if not leaf.agrees}
     assert {"setting norm: epsilon", "output in float64 ['scores']", "module norm: output", "gradient of out.kernel"} <= paths
@@ -29,7 +29,7 @@ def test_two_recordings_of_one_framework_differ_where_the_models_do(models, reco
 
 
 def test_one_ulp_in_a_parameter_is_told_bit_by_bit_and_by_digest(models, recorded, tmp_path):
-    given, options = (pairs.ids(), pairs.scale()), {"kwargs": {"mask": pairs.mask()}, "gradients": False}
+    given, options = (pairs.ids(), pairs.scale()), {"gradients": False}
     wrong = pairs.flax_model(models[0])
     altered(wrong, "out.kernel", one_ulp)
     path = parity.record(wrong, *given, path=tmp_path / "w.safetensors", keep="digests", **options)
@@ -52,7 +52,7 @@ def test_recordings_on_other_arguments_or_seeds_are_refused(models, recorded, tm
         parity.bundle_diff(recorded["torch"], path)
     assert "they have seeds 0 and 5" in str(caught.value) and "the arguments are not the same" in str(caught.value)
     found = parity.bundle_diff(recorded["flax"], path)
-    assert {"seed", "argument args[1]", "argument kwargs['mask']"} <= {leaf.path for leaf in found.leaves if not leaf.agrees}
+    assert {"seed", "argument args[1]"} <= {leaf.path for leaf in found.leaves if not leaf.agrees}
 
 
 def test_neither_framework_is_needed(recorded):

@@ -36,7 +36,7 @@ def test_a_clean_pair_passes_every_level_that_the_file_allows(side, models, reco
 @pytest.mark.parametrize("side", SIDES)
 def test_the_figures_are_those_of_a_comparison(side, models, recorded):
     given = pairs.ids(), pairs.scale()
-    there = parity.compare(*models, *given, kwargs={"mask": pairs.mask()})
+    there = parity.compare(*models, *given)
     here = parity.replay(recorded[side], live(side, *models))
     for one, other in zip(there.levels, here.levels, strict=True):
         assert (one.level, one.status, one.figures) == (other.level, other.status, other.figures)
@@ -48,7 +48,7 @@ def test_a_wrong_epsilon_is_named_with_its_module_and_cause(side, models, tmp_pa
     wrong = pairs.flax_model(models[0], epsilon=1e-6)
     path = recorded["torch"]
     if side == "flax":
-        path = parity.record(wrong, pairs.ids(), pairs.scale(), kwargs={"mask": pairs.mask()}, path=tmp_path / "f.safetensors")
+        path = parity.record(wrong, pairs.ids(), pairs.scale(), path=tmp_path / "f.safetensors")
     report = parity.replay(path, live(side, models[0], wrong))
     assert not report.passed and report.trace.first_divergence().path == "norm"
     assert [fault.path for fault in report.diagnosis.isolation.faults] == ["norm"]
@@ -66,7 +66,7 @@ def test_a_weight_that_is_off_by_one_ulp_is_found_in_its_module(side, models, tm
     altered(wrong, "out.kernel", one_ulp)
     path = recorded["torch"]
     if side == "flax":
-        path = parity.record(wrong, pairs.ids(), pairs.scale(), kwargs={"mask": pairs.mask()}, path=tmp_path / "f.safetensors")
+        path = parity.record(wrong, pairs.ids(), pairs.scale(), path=tmp_path / "f.safetensors")
     report = parity.replay(path, live(side, models[0], wrong), levels=["weights", "identical"])
     assert set(pairs.statuses(report).values()) == {"failed"}
     assert [(cause.hypothesis, cause.path) for cause in report.diagnosis.causes] == [("weights", "out")]
@@ -93,7 +93,7 @@ def test_linen_is_recorded_and_replayed(models, recorded, tmp_path):
     report = parity.replay(recorded["torch"], wrong, levels=levels)
     assert [(cause.hypothesis, cause.path) for cause in report.diagnosis.causes] == [("epsilon", "norm")]
     given = pairs.ids(), pairs.scale()
-    path = parity.record(right, *given, kwargs={"mask": pairs.mask()}, path=tmp_path / "l.safetensors", gradients=False)
+    path = parity.record(right, *given, path=tmp_path / "l.safetensors", gradients=False)
     report = parity.replay(path, models[0], levels=levels)
     assert report.passed, str(report)
 
@@ -101,22 +101,28 @@ def test_linen_is_recorded_and_replayed(models, recorded, tmp_path):
 @pytest.mark.parametrize("side", SIDES)
 def test_half_precision_and_several_input_sets(side, tmp_path):
     torch_model = pairs.torch_model(torch.bfloat16)
-    from flax import nnx
-
-    flax_model = pairs.FlaxSmall()
-    half = lambda leaf: leaf.astype(ml_dtypes.bfloat16) if leaf.dtype == np.float32 else leaf  # noqa: E731
-    nnx.update(flax_model, __import__("jax").tree.map(half, nnx.state(flax_model)))
-    for layer in (flax_model.embed, flax_model.norm, flax_model.out):
-        layer.param_dtype = ml_dtypes.bfloat16
-    flax_model.eval()
-    parity.transfer(torch_model, flax_model)
+    flax_model = pairs.flax_model(torch_model, dtype=ml_dtypes.bfloat16)
     given = pairs.scale().astype(ml_dtypes.bfloat16)
-    sets = [parity.InputSet("plain", "values", (pairs.ids(), given)), parity.InputSet("other", "ids", (pairs.ids()[::-1], given))]
+    sets = [
+        parity.InputSet("plain", "values", (pairs.ids(), given)),
+        parity.InputSet("other", "ids", (pairs.ids()[::-1], given)),
+    ]
     model = torch_model if side == "torch" else flax_model
     path = parity.record(model, sets, path=tmp_path / "half.safetensors", gradients=False)
     report = parity.replay(path, live(side, torch_model, flax_model), levels=["weights", "structure", "identical"])
     assert report.passed, str(report)
     assert [one.name for one in report.sets] == ["plain", "other"]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_mask_and_nan_in_outputs(side, models, tmp_path):
+    given = pairs.ids(), pairs.scale(), pairs.mask()
+    model = models[0] if side == "torch" else models[1]
+    path = parity.record(model, *given, path=tmp_path / "m.safetensors", gradients=False)
+    other = live(side, *models)
+    report = parity.replay(path, other, levels=["structure", "identical"])
+    assert report.passed, str(report)
+    assert report.level("identical").figures["elements"] == 30 + 48
 
 
 # ------------------------------------------------------------------------------ sizes
@@ -129,7 +135,7 @@ def test_summaries_still_trace_and_say_what_they_lack(side, models, recorded, tm
     path = recorded["torch summaries"]
     if side == "flax":
         given = pairs.ids(), pairs.scale()
-        options = {"kwargs": {"mask": pairs.mask()}, "keep": "summaries", "gradients": False}
+        options = {"keep": "summaries", "gradients": False}
         path = parity.record(wrong, *given, path=tmp_path / "f.safetensors", **options)
     report = parity.replay(path, live(side, models[0], wrong), levels=["identical", "gradients"])
     assert report.trace.first_divergence().path == "norm" and report.diagnosis is None
