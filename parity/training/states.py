@@ -10,7 +10,7 @@ from parity import frameworks
 from parity.errors import InputError, TransferError, listed
 from parity.training.optimizers import SCALARS, TENSORS, Optimizer
 from parity.training.pairs import Matched, matched
-from parity.weights.leaf import gathered
+from parity.weights.leaf import Leaf, gathered
 from parity.weights.pairing import Pair
 
 Tensors = dict[str, dict[str, Any]]
@@ -146,8 +146,8 @@ class Told:
         self, mine: Mapping[str, Mapping[str, Any]], there: Tensors, problems: list[str]
     ) -> tuple[Tensors, tuple[tuple[str, str], ...]]:
         """Torch's arrays in the layout of the Flax leaves, by their paths."""
-        tensors: Tensors = {}
-        arrays = []
+        parts: dict[str, list[tuple[Leaf, np.ndarray]]] = {}
+        arrays, known = [], dict[str, str]()
         for name in (name for group in self.optimizer.groups for name in group.names):
             have = {entry: a for entry, a in mine.get(name, {}).items() if entry in TENSORS[self.optimizer.kind]}
             places = [(p, path) for p in self.found.pairs.get(name, ()) if (path := path_in(p, there))]
@@ -157,10 +157,16 @@ class Told:
                 continue
             for p, path in places:
                 for entry, array in have.items():
-                    tensors.setdefault(path, {})[entry] = p.layout.apply(p.source.of(array))
+                    parts.setdefault(entry, []).append((p.target, p.layout.apply(p.source.of(array))))
+                    known[p.target.array_path] = path
                     if array.dtype != there[path][entry].dtype:
                         problems.append(widths(name, entry, array, there[path][entry]))
             arrays += [(name, entry) for entry in have]
+        tensors: Tensors = {}
+        # Of stacked layers every one has to be there.
+        for entry, found in parts.items() if not problems else ():
+            for path, array in gathered(found).items():
+                tensors.setdefault(known[path], {})[entry] = array
         return tensors, tuple(arrays)
 
     def agreed(self, number: int, steps: Mapping[str, int], problems: list[str]) -> int | None:
@@ -228,14 +234,15 @@ class Told:
         places = {p.source.path: (p, path) for p in self.found.pairs.get(name, ()) if (path := path_in(p, there))}
         found: dict[str, np.ndarray] = {}
         for entry in set().union(*(there[path] for _, path in places.values())):
-            parts = [(p.source, p.layout.inverse().apply(there[path][entry])) for p, path in places.values()]
+            parts = [(p.source, p.layout.inverse().apply(p.target.of(there[path][entry]))) for p, path in places.values()]
             found[entry] = next(iter(gathered(parts).values()))
         return found
 
 
 def path_in(p: Pair, there: Tensors) -> str | None:
     """The name of a leaf in a state: Linen's `params` may be missing there."""
-    return next((path for path in (p.target.path, p.target.path.removeprefix("params.")) if path in there), None)
+    path = p.target.array_path
+    return next((name for name in (path, path.removeprefix("params.")) if name in there), None)
 
 
 def only(values: set[Any]) -> Any:

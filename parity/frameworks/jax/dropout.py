@@ -202,19 +202,21 @@ def scans_replayed(player: Player, frames: Frames) -> Iterator[None]:
         plain = functools.partial(original, length=length, reverse=reverse, **kwargs)
         if frames.here is None or frames.pattern is not None:
             return plain(f, init, xs)
+        if frames.scan is not None:
+            with inside_scan(frames, Free()) as free:
+                found = plain(f, init, xs)
+            frames.scan.nested |= free.drew
+            return found
         steps = int(jnp.shape(jax.tree.leaves(xs)[0])[0]) if length is None else int(length)
         first = jax.tree.map(lambda array: jax.ShapeDtypeStruct(jnp.shape(array)[1:], jnp.result_type(array)), xs)
-        probe = Probe()
-        with inside_scan(frames, probe):
+        with inside_scan(frames, Probe()) as probe:
             varying = drawn_anew(f, probe, init, first)
-        if not probe.asked or frames.scan is not None:
-            if probe.asked and isinstance(frames.scan, Handing):
-                player.tell(
-                    "dropout inside a scan inside a scan cannot be replayed; write the outer one as a Python loop meanwhile"
-                )
-            return plain(f, init, xs)
+        if probe.nested:
+            player.tell("dropout in a scan inside a scan cannot be replayed; write the outer one as a Python loop meanwhile")
+            with inside_scan(frames, Free()):
+                return plain(f, init, xs)
         if not varying:
-            # One mask for all steps: what torch drops besides is told as missing.
+            # No mask, or one for all steps: what torch drops besides is told as missing.
             return plain(f, init, xs)
         order = reversed(range(steps)) if reverse else range(steps)
         taken = {step: [player.take(path, shape, rate) for path, shape, rate in probe.asked] for step in order}
@@ -236,12 +238,12 @@ def scans_replayed(player: Player, frames: Frames) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def inside_scan(frames: Frames, scan: Any) -> Iterator[None]:
+def inside_scan(frames: Frames, scan: Any) -> Iterator[Any]:
     """Let masks be drawn by the body of a scan meanwhile; its modules are called once more than the model says."""
     before, counts = frames.scan, dict(frames.counts)
     frames.scan = scan
     try:
-        yield
+        yield scan
     finally:
         frames.scan, frames.counts = before, counts
 
@@ -252,10 +254,31 @@ def stacked(found: Sequence[Any], shape: tuple[int, ...]) -> tuple[Place | None,
     return place, jnp.stack([jnp.ones(shape, bool) if one is None else jnp.asarray(one.mask, bool) for one in found])
 
 
-class Probe:
-    """Sees what the body of a scan draws."""
+class Free:
+    """Leaves Flax its own masks."""
+
+    nested = False
 
     def __init__(self) -> None:
+        self.drew = False
+
+    def draw(self, own: Callable[[], Any], frame: Frame, shape: tuple[int, ...], rate: float | None) -> Any:
+        """Flax's own mask."""
+        self.drew = True
+        return own()
+
+
+class Probe:
+    """Sees what the body of a scan draws.
+
+    Attributes:
+        asked: path, shape and rate of each of its drops.
+        masks: Flax's own, traced.
+        nested: whether a scan inside it drops.
+    """
+
+    def __init__(self) -> None:
+        self.nested = False
         self.asked: list[tuple[str, tuple[int, ...], float | None]] = []
         self.masks: list[Any] = []
 
@@ -273,6 +296,8 @@ class Handing:
         index: of the step, traced.
         stacks: for each drop of the body its place and its masks in all steps.
     """
+
+    nested = False
 
     def __init__(self, index: Any, stacks: Sequence[tuple[Place | None, Any]]):
         self.index, self.rest = index, iter(stacks)
