@@ -240,3 +240,17 @@ def test_a_biased_running_variance_is_named_where_batches_are_accumulated():
     found = trained(models=moved(Norms(), FlaxNorms()), batches=BATCHES, recipe=Recipe(train=True, accumulate=2))
     assert found.parted == ("norm.running_var",) and "divided by n, not by n - 1" in found.causes[0].what
     assert "with n = 5" in found.causes[0].what
+
+
+def test_a_group_that_is_added_later_begins_there():
+    ours, theirs = moved(Ours(), Theirs())
+    optimizer = optim.AdamW(ours.a.parameters(), lr=0.01)
+    for _ in range(3):
+        ours(torch.tensor(X)).square().mean().backward()
+        optimizer.step()
+    optimizer.add_param_group(dict(params=ours.b.parameters(), lr=0.05))
+    parity.transfer(ours, theirs)
+    found = trained(optimizer, BATCHES * 2, models=(ours, theirs), native=True)
+    assert found.passed and max(drift.values for drift in found.drift) < 1e-13
+    state = parity.to_optax(optimizer, ours, theirs).init(nnx.state(theirs, nnx.Param))
+    assert parity.transfer_optimizer(optimizer, state, ours, theirs).steps == (3, 0)
