@@ -230,7 +230,7 @@ def scans_replayed(player: Player, frames: Frames) -> Iterator[None]:
         ]
         return plain(body, init, (xs, jnp.arange(steps)))
 
-    jax.lax.scan = scan
+    jax.lax.scan = scan  # type: ignore[assignment]
     try:
         yield
     finally:

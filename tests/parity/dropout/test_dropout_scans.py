@@ -220,3 +220,21 @@ def test_what_cannot_be_replayed_says_what_to_do(theirs, message):
     model = theirs()
     with pytest.raises(parity.DivergenceError, match=message), parity.replay_dropout(model, masks):
         model(X)
+
+
+def test_masks_that_cannot_be_written_are_refused_and_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch):
+    masks, _ = recorded(Stack())
+    with pytest.raises(parity.InputError, match="cannot be written: .*; give a folder that exists and has room"):
+        masks.save(tmp_path / "none" / "masks")
+    with pytest.raises(parity.InputError, match="is no file that could be replaced; give the path of a file"):
+        masks.save(tmp_path)
+    masks.save(tmp_path / "masks")
+    before = (tmp_path / "masks").read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(parity.InputError, match="No space left on device"):
+        masks.save(tmp_path / "masks")
+    assert (tmp_path / "masks").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["masks"]
