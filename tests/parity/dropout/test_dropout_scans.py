@@ -86,7 +86,7 @@ def close(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_under_a_scan_drop_as_torchs_loop_does(reverse):
     ours, theirs = Stack(reverse), FlaxStack(reverse)
     parity.transfer(ours, theirs, rename=RENAME)
@@ -98,6 +98,7 @@ def test_layers_under_a_scan_drop_as_torchs_loop_does(reverse):
     assert jax.lax.scan is original
 
 
+@pytest.mark.slow
 def test_masks_may_be_arguments_of_a_compiled_gradient():
     ours, theirs = Stack(), FlaxStack()
     parity.transfer(ours, theirs, rename=RENAME)
@@ -144,6 +145,7 @@ def test_linen_too_and_one_key_for_all_layers_is_a_fault():
         replayed(linens(ours, split=False), masks)
 
 
+@pytest.mark.slow
 def test_what_flax_drew_in_a_scan_torch_replays():
     ours, theirs = Stack(), FlaxStack()
     parity.transfer(ours, theirs, rename=RENAME)
@@ -224,7 +226,7 @@ def test_what_cannot_be_replayed_says_what_to_do(theirs, message):
 
 def test_masks_that_cannot_be_written_are_refused_and_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch):
     masks, _ = recorded(Stack())
-    with pytest.raises(parity.InputError, match="cannot be written: .*; give a folder that exists and has room"):
+    with pytest.raises(parity.InputError, match=r"cannot be written: .*; give a folder that exists and has room"):
         masks.save(tmp_path / "none" / "masks")
     with pytest.raises(parity.InputError, match="is no file that could be replaced; give the path of a file"):
         masks.save(tmp_path)
