@@ -70,6 +70,9 @@ def replay_dropout(
     are taken in order. Layers that are Flax's own drop in torch's arithmetic, `x * (mask / (1 - rate))`, to the
     last bit; Flax alone divides by `1 - rate`, and gives 0 in place of a dropped NaN.
 
+    Every step of a scan (`nnx.scan`, `nn.scan`, `jax.lax.scan`) has a mask of its own, in the order of the steps, if its key
+    is another in every step; of a scan inside a scan, and under `jax.vmap`, masks cannot be replayed.
+
     It can stand around a run, eager or compiled: functions that were compiled before are compiled anew
     inside, and are as they were behind it. A compiled function takes its masks when it is
     traced, so that a second call of it would find none left; to call one program with masks of many runs, let

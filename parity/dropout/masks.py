@@ -1,5 +1,6 @@
 """What a run dropped, drop by drop, and its file."""
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -125,7 +126,11 @@ class DropoutMasks:
 
         Args:
             path: of the file.
+
+        Raises:
+            InputError: it cannot be written; what was there is as it was.
         """
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         header = {
@@ -135,6 +140,8 @@ class DropoutMasks:
             "drops": [[d.path, d.call, d.kind, d.rate, d.scale, d.shape] for d in self.drops],
         }
         target = Path(path)
+        if target.exists() and not target.is_file():
+            raise InputError(f"{path} is no file that could be replaced; give the path of a file")
         part = target.with_name(f"{target.name}.part")
         try:
             save_file(
@@ -143,8 +150,11 @@ class DropoutMasks:
                 {"format": FORMAT, "masks": json.dumps(header)},
             )
             part.replace(target)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} cannot be written: {error}; give a folder that exists and has room") from None
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     @staticmethod
     def load(path: str | Path) -> "DropoutMasks":

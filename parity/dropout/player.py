@@ -19,7 +19,7 @@ WHOLE = ("element", "alpha", "function")
 # What makes a drop be missing.
 MISSING = {
     "torch": "drop there too, in train mode",
-    "flax": "drop there too, in train mode and by jax.random.bernoulli, and not once for all steps of a scan",
+    "flax": "drop there too, in train mode and by jax.random.bernoulli, in a scan by a new key in every step",
 }
 
 
@@ -176,7 +176,13 @@ class Player:
                 "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
             )
             return f"{names}: {side} broadcasts one mask over axis {axes}: {both}; {advice}"
-        return f"{names}: the masks have other shapes: {both}; drop the same tensor on both sides"
+        inside = shape == place.shape[1:] and self.target == "flax"
+        advice = (
+            "if that is inside jax.vmap, give the model the whole batch meanwhile"
+            if inside
+            else "drop the same tensor on both sides"
+        )
+        return f"{names}: the masks have other shapes: {both}; {advice}"
 
     def names(self, place: Place, path: str) -> str:
         mine = place.path or "the model"

@@ -222,12 +222,14 @@ def test_dropout_at_another_place_is_named_and_none_that_is_right():
     assert cause.before > 1e6 and cause.after <= 1
 
 
+@pytest.mark.slow
 def test_dropout_at_another_place_is_named_in_linen_too():
     theirs = parity.Linen(LinenNorms(), None, X, train=False, rngs={"dropout": jax.random.key(0)})
     found = trained(models=moved(Norms(), theirs), batches=BATCHES[:1], recipe=Recipe(train=True, mode="eager"))
     assert [cause.what.split(" is ")[0] for cause in found.causes] == ["Dropout at drop"]
 
 
+@pytest.mark.slow
 def test_statistics_of_the_batch_are_told_from_dropout():
     found = trained(
         models=moved(Norms(), FlaxNorms("statistics")), batches=BATCHES[:1], recipe=Recipe(train=True, mode="eager")
@@ -236,7 +238,22 @@ def test_statistics_of_the_batch_are_told_from_dropout():
     assert cause.hypothesis == "train mode" and "dropout left out or not: the statistics of the batch" in cause.what
 
 
+@pytest.mark.slow
 def test_a_biased_running_variance_is_named_where_batches_are_accumulated():
     found = trained(models=moved(Norms(), FlaxNorms()), batches=BATCHES, recipe=Recipe(train=True, accumulate=2))
     assert found.parted == ("norm.running_var",) and "divided by n, not by n - 1" in found.causes[0].what
     assert "with n = 5" in found.causes[0].what
+
+
+def test_a_group_that_is_added_later_begins_there():
+    ours, theirs = moved(Ours(), Theirs())
+    optimizer = optim.AdamW(ours.a.parameters(), lr=0.01)
+    for _ in range(3):
+        ours(torch.tensor(X)).square().mean().backward()
+        optimizer.step()
+    optimizer.add_param_group(dict(params=ours.b.parameters(), lr=0.05))
+    parity.transfer(ours, theirs)
+    found = trained(optimizer, BATCHES * 2, models=(ours, theirs), native=True)
+    assert found.passed and max(drift.values for drift in found.drift) < 1e-13
+    state = parity.to_optax(optimizer, ours, theirs).init(nnx.state(theirs, nnx.Param))
+    assert parity.transfer_optimizer(optimizer, state, ours, theirs).steps == (3, 0)
