@@ -32,10 +32,11 @@ TOLD = {
     "exact": "the module named, and no other",
     "cause": "the right cause ranked first",
 }
+# Key and heading of what is usually done.
 PRACTICE = {
-    "torch.testing": "`torch.testing.assert_close`, defaults",
-    "1e-3": "`allclose(rtol=1e-3, atol=1e-3)`",
-    "means": "means of the outputs, to 1e-3",
+    "torch.testing": "`torch.testing`",
+    "1e-3": "within 1e-3",
+    "means": "means",
 }
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
 # How sure the bound of the rate of false alarms is.
@@ -70,7 +71,8 @@ def introduction(planted: Sequence[Row]) -> str:
 
 {len(planted)} faults of {kinds} kinds were planted, each alone, in the Flax model of one of {pairs} pairs of small models:
 encoders, decoders, convolutional and recurrent nets, written in NNX and in Linen. Each pair went through
-`parity.compare`, with nothing told of the fault, and through what is usually done: a tolerance on the final output.
+`parity.compare`, with nothing told of the fault, and through what is usually done to the final output:
+`torch.testing.assert_close` with its defaults, `allclose(rtol=1e-3, atol=1e-3)`, and the means compared to 1e-3.
 Beside them ran pairs without a fault, of random shapes, scales and seeds. This page is written by
 `{COMMAND}` from the files of those runs.
 

@@ -41,6 +41,7 @@ def raises(call: Any) -> str:
 
 
 NAMES = dict(torch=torch, nn=nn, F=F, nnx=nnx, linen=linen, jax=jax, jnp=jnp, optax=optax, default=default, raises=raises)
+NAMES |= dict(J=torch.autograd.functional.jacobian, at=torch.tensor)
 NAMES |= dict(q=torch.ones(1, 3), k=torch.ones(2, 3), v=torch.tensor([[1.0], [2.0]]))
 NAMES |= dict(
     qj=jnp.ones((1, 1, 1, 3)), kj=jnp.ones((1, 2, 1, 3)), vj=jnp.ones((1, 2, 1, 3)) * jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)
