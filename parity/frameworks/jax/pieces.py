@@ -68,8 +68,12 @@ def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:
             pieces.append([])
             size = 0
         pieces[-1].append(eqn)
-        size += sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars if out in wanted)
+        size += sum(bytes_of(out) for out in eqn.outvars if out in wanted)
     return pieces
+
+
+def bytes_of(out: Any) -> int:
+    return int(out.aval.size * out.aval.dtype.itemsize)
 
 
 def operands(eqn: JaxprEqn) -> list[Any]:
