@@ -49,9 +49,8 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
                 kept[atom] = keep(np.array(result))
             if atom in later:
                 values[atom] = result
-    outputs = [
-        keep(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else kept[atom] for atom in jaxpr.outvars
-    ]
+    returned: list[Any] = list(jaxpr.outvars)
+    outputs = [keep(np.asarray(o.val, o.aval.dtype)) if isinstance(o, Literal) else kept[o] for o in returned]
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
