@@ -49,9 +49,8 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
                 kept[atom] = keep(np.array(result))
             if atom in later:
                 values[atom] = result
-    outputs = [
-        keep(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else kept[atom] for atom in jaxpr.outvars
-    ]
+    returned: list[Any] = list(jaxpr.outvars)
+    outputs = [keep(np.asarray(o.val, o.aval.dtype)) if isinstance(o, Literal) else kept[o] for o in returned]
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
@@ -68,8 +67,12 @@ def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:
             pieces.append([])
             size = 0
         pieces[-1].append(eqn)
-        size += sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars if out in wanted)
+        size += sum(bytes_of(out) for out in eqn.outvars if out in wanted)
     return pieces
+
+
+def bytes_of(out: Any) -> int:
+    return int(out.aval.size * out.aval.dtype.itemsize)
 
 
 def operands(eqn: JaxprEqn) -> list[Any]:
