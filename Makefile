@@ -7,7 +7,7 @@ BIN := .venv/bin
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up parity test test-slow lint docs catalogue-page format pin clean
+.PHONY: help set-up parity test test-slow lint docs catalogue-page format generated pin clean
 
 help:  ## this list
 	@echo 'Each target first installs what it needs, once.'
@@ -41,6 +41,9 @@ catalogue-page: set-up  ## write docs/catalogue.md from benchmarks/results
 format: set-up  ## put the code into the house format and repair what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+generated: set-up  ## write what is made from the code: the JSON schema, and the page of codes
+	$(BIN)/python scripts/generated.py
 
 pin: set-up  ## write constraints.txt from what .venv holds
 	$(BIN)/python scripts/pin.py > constraints.new && mv constraints.new constraints.txt

@@ -325,9 +325,10 @@ def catalogue(rng: Generator) -> Program:
     def trial(rng: Generator) -> Pair:
         largest = 10.0 if model.name in ATTENDING else 1e3
         filled(theirs, rng, dtype, largest)
-        parity.transfer(theirs, mine, rename=model.rename, cast="source")
+        # A Linen model comes back new.
+        full = parity.transfer(theirs, mine, rename=model.rename, cast="source").value
         args = model.inputs(rng)
-        return theirs, mine, tuple(numbers(a.shape, rng, dtype, largest=largest) if a.dtype.kind == "f" else a for a in args)
+        return theirs, full, tuple(numbers(a.shape, rng, dtype, largest=largest) if a.dtype.kind == "f" else a for a in args)
 
     return Program(model.name, model.name, dtype, trial, model.rename)
 

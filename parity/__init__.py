@@ -3,6 +3,16 @@
 Importing this package loads neither framework.
 """
 
+from parity.bundles.difference import bundle_diff as bundle_diff
+from parity.bundles.golden import golden as golden
+from parity.bundles.record import record as record
+from parity.bundles.replay import replay as replay
+from parity.code_tables import KINDS as KINDS
+from parity.code_tables import Code as Code
+from parity.code_tables import codes as codes
+from parity.code_tables import codes_document as codes_document
+from parity.code_tables import codes_page as codes_page
+from parity.code_tables import refusal as refusal
 from parity.declared import Pair as Pair
 from parity.declared import check_file as check_file
 from parity.declared import pair as pair
@@ -27,6 +37,7 @@ from parity.evidence.hypotheses.suspect import Suspect as Suspect
 from parity.evidence.hypotheses.suspect import Variant as Variant
 from parity.evidence.hypotheses.table import Hypothesis as Hypothesis
 from parity.evidence.hypotheses.table import add_hypothesis as add_hypothesis
+from parity.evidence.hypotheses.table import remove_hypothesis as remove_hypothesis
 from parity.evidence.input_sets import InputSet as InputSet
 from parity.evidence.inputs import Ids as Ids
 from parity.evidence.inputs import Mask as Mask
@@ -45,10 +56,16 @@ from parity.evidence.trace import trace as trace
 from parity.evidence.verdicts import VERDICTS as VERDICTS
 from parity.linen import Linen as Linen
 from parity.report.html import html_ready as html_ready
+from parity.report.schema import schema as schema
+from parity.said import HINTS as HINTS
+from parity.said import NEXT as NEXT
+from parity.said import REFUSALS as REFUSALS
 from parity.suite import CaseResult as CaseResult
 from parity.suite import SuiteResult as SuiteResult
 from parity.suite import check as check
-from parity.suite import environment as environment
+from parity.surroundings import KNOWN_BAD as KNOWN_BAD
+from parity.surroundings import Environment as Environment
+from parity.surroundings import environment as environment
 from parity.training import initializers as initializers
 from parity.training.convert import clip_grad_norm as clip_grad_norm
 from parity.training.convert import clip_grad_value as clip_grad_value

@@ -4,13 +4,14 @@ import contextlib
 import importlib
 import importlib.metadata
 import inspect
+import io
 import json
 import operator
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,13 +39,58 @@ SHOWN = 3
 TABLE_WIDTH = 78
 
 
+# Marks an error whose result has been printed as JSON.
+PRINTED = "printed_as_json"
+# Options of a comparison that `check` and `compare` share.
+MODES = typer.Option(help="how Flax runs at the level native: compiled, eager or both")
+STRICT = typer.Option("--strict", help="count it as a fault if one side refuses another dtype and the other does not")
+DIAGNOSE = typer.Option("--diagnose/--no-diagnose", help="whether a failure is looked into: wrong modules and causes")
+SECONDS = typer.Option(help="how long causes are tried, over all wrong modules of a pair")
+SHOW_ENV = typer.Option("--show-env", help="print versions, devices and settings below the result")
+
+
 def main() -> None:
-    """Run the command line; an error is one message, and exit status 1 where two models do not fit, else 2."""
+    """Run the command line; an error is one message, and exit status 1 where two models do not fit, else 2.
+
+    With --json the error is a document too, unless a result that says as much was printed before.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or a pipe that lacks a letter gets an escape in its place, not the end of the run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True, prog_name="parity")
     except parity.ParityError as error:
-        Console(stderr=True).print(f"parity: {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(1 if isinstance(error, parity.TransferError) else 2)
+        status = 1 if isinstance(error, parity.TransferError) else 2
+        if "--json" in sys.argv and not getattr(error, PRINTED, False):
+            with printing():
+                print(json.dumps(parity.refusal(error, status), indent=1))
+        print(f"parity: {error}", file=sys.stderr)
+        sys.exit(status)
+
+
+class Screen(Console):
+    """A console that leaves it to `printing` what happens where the reader of a pipe has gone."""
+
+    def on_broken_pipe(self) -> None:
+        """Say so."""
+        raise BrokenPipeError
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Print a result; where it cannot be printed, its exit status still stands.
+
+    The reader of a pipe may have seen enough and gone; a disk may be full.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still held goes nowhere, and does not fail again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"parity: the result could not be printed: {error.strerror or error}", file=sys.stderr)
 
 
 def show_version(asked: bool) -> None:
@@ -70,17 +116,26 @@ def check_command(
     full: Annotated[bool, typer.Option("--full", help="every dtype, eager and compiled, for every program and mask")] = False,
     seed: Annotated[int | None, typer.Option(help="of parameters, inputs, masks, probes and jitter")] = None,
     steps: Annotated[int, typer.Option(help="train every case for that many steps of AdamW too")] = 0,
+    modes: Annotated[str, MODES] = "",
+    strict: Annotated[bool, STRICT] = False,
+    diagnose: Annotated[bool, DIAGNOSE] = True,
+    diagnose_seconds: Annotated[float | None, SECONDS] = None,
     html: Annotated[str, typer.Option(help="write the result to this file too, as a page that needs no network")] = "",
+    show_env: Annotated[bool, SHOW_ENV] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
 ) -> None:
     """Prove level by level that the pairs of FILE are the same functions; without FILE the built-in wings.
 
     FILE is Python and is run: it declares pairs of your own by functions under @parity.pair.
     """
-    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
+    chosen = None if levels is None else listed(levels)
     idle = [option for option, given in (("--full", full), ("--steps", steps)) if given]
     if file and idle:
         raise parity.InputError(f"{' and '.join(idle)} belong to the built-in suite; leave them out, or leave out FILE")
+    options = given(modes=listed(modes), strict=strict, diagnose=diagnose, diagnose_seconds=diagnose_seconds)
+    if options and not file:
+        names = " and ".join(f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in options.items())
+        raise parity.InputError(f"{names} belong to pairs of your own; leave them out, or name a FILE")
     if html:
         # Before any work is done.
         parity.html_ready(html)
@@ -95,26 +150,42 @@ def check_command(
 
         shared: dict[str, Any] = dict(levels=chosen, module=module or None, device=device, progress=advance)
         if file:
-            result = parity.check_file(file, seed=seed, **shared)
+            result = parity.check_file(file, seed=seed, options=options, **shared)
         else:
             result = parity.check(full=full, seed=seed or 0, steps=steps, **shared)
-    # The page first: what is printed is not lost if it cannot be written.
-    failure = None
-    try:
-        page = result.save_html(html) if html else None
-    except parity.InputError as error:
-        page, failure = None, error
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    else:
-        show(result)
-    if failure:
-        raise failure
-    if page:
-        print(f"page: {page}", file=sys.stderr)
+    with printing():
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        else:
+            show(result)
+            if show_env:
+                print(f"\n{result.environment}")
+    if html:
+        save_page(lambda: result.save_html(html))
     if not result.ran:
         raise typer.Exit(2)
     raise typer.Exit(0 if result.passed else 1)
+
+
+def save_page(save: Callable[[], Path]) -> None:
+    """Write a page and say where; the verdict stands whether it can be written or not."""
+    try:
+        print(f"page: {save()}", file=sys.stderr)
+    except parity.InputError as error:
+        print(f"parity: {error}", file=sys.stderr)
+
+
+def listed(names: str) -> list[str]:
+    """Names that stand between commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def given(*, modes: list[str], strict: bool, diagnose: bool, diagnose_seconds: float | None) -> dict[str, Any]:
+    """The options that the command line gives, for `parity.compare`; those that it leaves to the pairs are left out."""
+    options: dict[str, Any] = {"modes": modes} if modes else {}
+    options |= {"strict": True} if strict else {}
+    options |= {} if diagnose else {"diagnose": False}
+    return options | ({} if diagnose_seconds is None else {"diagnose_seconds": diagnose_seconds})
 
 
 def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
@@ -132,7 +203,7 @@ def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 def show(result: parity.SuiteResult) -> None:
     """The table, what was skipped, the first cases that failed, and the figures."""
-    console = Console()
+    console = Screen()
 
     def say(text: str, style: str = "") -> None:
         # A terminal gets lines broken between words, a file gets them whole.
@@ -223,25 +294,30 @@ def compare_command(
     device: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
     levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
     seed: Annotated[int | None, typer.Option(help="of probes, cotangents and jitter")] = None,
+    modes: Annotated[str, MODES] = "",
+    strict: Annotated[bool, STRICT] = False,
+    diagnose: Annotated[bool, DIAGNOSE] = True,
+    diagnose_seconds: Annotated[float | None, SECONDS] = None,
     html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
+    show_env: Annotated[bool, SHOW_ENV] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
 ) -> None:
     """Tell whether one pair of your own is the same function, and if not, where they part and why."""
-    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
+    chosen = None if levels is None else listed(levels)
     if html:
         parity.html_ready(html)
     file, _, name = case.partition("::")
-    result = parity.check_file(file, levels=chosen, module=name or None, device=device, seed=seed)
+    options = given(modes=listed(modes), strict=strict, diagnose=diagnose, diagnose_seconds=diagnose_seconds)
+    result = parity.check_file(file, levels=chosen, module=name or None, device=device, seed=seed, options=options)
     names = [one.name for one in result.cases]
     if len(names) > 1:
-        raise parity.InputError(f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}")
+        said = f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}"
+        raise parity.InputError(said, "no-such-case")
     one = result.cases[0]
-    if one.report is None:
-        raise parity.InputError(one.error or one.skipped)
-    print(json.dumps(one.report.to_dict(), indent=1) if as_json else one.report)
-    if html:
-        print(f"page: {one.report.save_html(html, title=one.name)}", file=sys.stderr)
-    raise typer.Exit(0 if one.report.passed else 1)
+    report = one.report
+    if report is None:
+        raise parity.InputError(one.error or one.skipped, one.code or "no-device")
+    told(report, html, one.name, as_json, show_env)
 
 
 @app.command("transfer")
@@ -293,13 +369,15 @@ def transfer_command(
                 save_names(save_rename, error.plan)
                 if as_json:
                     print(json.dumps(error.plan.to_dict(), indent=1))
+                    setattr(error, PRINTED, True)
             raise
     save_names(save_rename, result)
-    if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
-    elif not quiet:
-        console = Console()
-        print(result.text(console.width if console.is_terminal else None))
+    with printing():
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        elif not quiet:
+            console = Screen()
+            print(result.text(console.width if console.is_terminal else None))
     raise typer.Exit(0 if result.passed else 1)
 
 
@@ -342,9 +420,9 @@ class LateBar:
 def check_place(path: Path, overwrite: bool) -> None:
     """Refuse a place for the rename file before any work is done."""
     if path.exists() and not overwrite:
-        raise parity.InputError(f"{path} exists; pass --overwrite to replace it, or give another name")
+        raise parity.InputError(f"{path} exists; pass --overwrite to replace it, or give another name", "file-exists")
     if not path.parent.is_dir():
-        raise parity.InputError(f"there is no folder {path.parent}; make it first")
+        raise parity.InputError(f"there is no folder {path.parent}; make it first", "file-unwritable")
 
 
 def save_names(path: str, result: parity.Transfer) -> None:
@@ -354,10 +432,11 @@ def save_names(path: str, result: parity.Transfer) -> None:
     try:
         Path(path).write_text(json.dumps(result.draft, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise parity.InputError(f"{path} could not be written: {error.strerror}; give another name") from error
+        said = f"{path} could not be written: {error.strerror}; give another name"
+        raise parity.InputError(said, "file-unwritable") from error
 
 
-def named(like: str) -> Any:
+def named(like: str, option: str = "--like ", wanted: str = "model") -> Any:
     """A path as it is; of `module:name` what is found there, called if it is a function or class."""
     if ":" not in like or Path(like).exists():
         return like or None
@@ -369,28 +448,104 @@ def named(like: str) -> Any:
         return found() if inspect.isroutine(found) or inspect.isclass(found) else found
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise parity.InputError(f"--like {like} gives no model ({reason}); name a function without arguments") from error
+        raise parity.InputError(f"{option}{like} gives no {wanted} ({reason}); name a function without arguments") from error
     finally:
         sys.path.remove(os.getcwd())
 
 
+@app.command("record")
+def record_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model, or of a function that makes one")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="the .safetensors file to write")],
+    args: Annotated[str, typer.Option(help="module:name of the arguments: a tuple, a dict of keywords, or parity.InputSet's")],
+    keep: Annotated[str, typer.Option(help="all, summaries or digests")] = "all",
+    seed: Annotated[int, typer.Option(help="of cotangents, probes and jitter")] = 0,
+    gradients: Annotated[bool, typer.Option("--gradients/--no-gradients", help="whether gradients are recorded")] = True,
+) -> None:
+    """Write down what a model of either framework does; only that framework need be installed.
+
+    MODEL and --args are Python, found in the current folder, and are run.
+    """
+    given = python_name(args, "--args", "arguments")
+    options: dict[str, Any] = {"keep": keep, "seed": seed, "gradients": gradients, "path": path}
+    made = python_name(model, "MODEL", "model")
+    if isinstance(given, dict):
+        found = parity.record(made, kwargs=given, **options)
+    else:
+        found = parity.record(made, *(given if isinstance(given, tuple) else (given,)), **options)
+    print(f"{found}: {found.stat().st_size:,} bytes", file=sys.stderr)
+
+
+@app.command("replay")
+def replay_command(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="a bundle that parity record wrote")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model of the other framework")],
+    levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
+    html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
+) -> None:
+    """Tell whether a model is the same function as the recorded one of the other framework, which need not be installed.
+
+    MODEL is Python, found in the current folder, and is run.
+    """
+    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
+    if html:
+        parity.html_ready(html)
+    told(parity.replay(path, python_name(model, "MODEL", "model"), levels=chosen), html, Path(path).stem, as_json)
+
+
+@app.command("diff")
+def diff_command(
+    expected: Annotated[str, typer.Argument(metavar="A", help="a bundle")],
+    actual: Annotated[str, typer.Argument(metavar="B", help="another one, on the same arguments")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")] = False,
+) -> None:
+    """Compare two bundles; no framework need be installed.
+
+    Two of one framework leaf by leaf, A being expected; one of torch and one of Flax as a pair.
+    """
+    told(parity.bundle_diff(expected, actual), "", "", as_json)
+
+
+def told(result: Any, html: str, title: str, as_json: bool, show_env: bool = False) -> None:
+    """Print a result, write its page, and end with its status."""
+    with printing():
+        print(json.dumps(result.to_dict(), indent=1) if as_json else result.text(environment=True) if show_env else result)
+    if html:
+        save_page(lambda: result.save_html(html, title=title))
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def python_name(text: str, option: str, wanted: str) -> Any:
+    """What `module:name` means.
+
+    Raises:
+        InputError: it is of another form, or gives nothing.
+    """
+    if ":" not in text:
+        raise parity.InputError(f"{option} must be module:name, such as my_models:build, got {text!r}", "misuse")
+    return named(text, f"{option} ", wanted)
+
+
 @app.command("levels")
+@printing()
 def levels_command() -> None:
     """What each level of the ladder proves."""
     table = Table(show_header=False, box=None)
     for level, meaning in parity.PROVES.items():
         table.add_row(level, meaning)
-    Console().print(table)
+    Screen().print(table)
 
 
 @app.command("rules")
+@printing()
 def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """The ledger: each layer of torch, its counterpart in Flax, how its arrays lie there, and what must agree."""
     found = [rule.to_dict() for rule in parity.rules()]
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    console = Console()
+    console = Screen()
     for rule in parity.rules():
         names = f"{rule.torch} <-> {rule.flax}{', ' if rule.linen else ''}{rule.linen}"
         console.print(names, style="bold", highlight=False, soft_wrap=True)
@@ -411,16 +566,38 @@ def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JS
 
 
 @app.command("env")
+@printing()
 def env_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Versions, devices and what is missing."""
+    """Versions, devices and settings, what is missing and how to install it, and what is known to go wrong."""
     found = parity.environment()
-    if as_json:
-        print(json.dumps(found, indent=1))
+    console = Screen()
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found.text(console.width if console.is_terminal else None))
+
+
+@app.command("schema")
+@printing()
+def schema_command() -> None:
+    """The JSON schema of all that --json and to_dict() give."""
+    print(json.dumps(parity.schema(), indent=1))
+
+
+@app.command("codes")
+@printing()
+def codes_command(
+    kind: Annotated[str, typer.Argument(help="only codes of this kind, such as refusal")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the page of the documentation")] = False,
+) -> None:
+    """Every code that a result or an error may have, and what it means."""
+    if markdown:
+        print(parity.codes_page(), end="")
         return
-    table = Table(show_header=False, box=None)
-    for name, value in found.items():
-        table.add_row(name, escape(value))
-    Console().print(table)
+    found = parity.codes(kind or None)
+    if as_json:
+        print(json.dumps(parity.codes_document(found), indent=1))
+        return
+    for one in found:
+        print(f"{one.kind}: {one.code}: {one.meaning}")
 
 
 if __name__ == "__main__":

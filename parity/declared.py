@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parity.errors import InputError, ParityError, first_line
+from parity.errors import InputError, ParityError, first_line, raised
 from parity.evidence.compare import checked_levels, compare
 from parity.frameworks import load
 from parity.linen import Linen
 from parity.report.html import case_view, save_cases
-from parity.suite import CaseResult, SuiteResult, environment, no_gpu, versions
+from parity.suite import CaseResult, SuiteResult, no_gpu
+from parity.surroundings import environment, versions
 from parity.weights.transfer import transfer
 
 # What the faces of the product need, and users do not.
@@ -49,15 +50,24 @@ class Pair:
     """
 
     def __init__(self, torch_model: Any, flax_model: Any, *args: Any, transfer: bool = True, **options: Any):
-        unknown = [name for name in options if name not in OPTIONS]
-        if unknown:
-            raise InputError(f"parity.Pair has no option {', '.join(unknown)}; parity.compare has {', '.join(OPTIONS)}")
+        known_options(options, "parity.Pair")
         self.torch_model, self.flax_model, self.args = torch_model, flax_model, args
         self.transfer, self.options = transfer, options
 
     def __repr__(self) -> str:
         flax = self.flax_model.module if isinstance(self.flax_model, Linen) else self.flax_model
         return f"parity.Pair({type(self.torch_model).__name__}, {type(flax).__name__})"
+
+
+def known_options(options: Mapping[str, Any], whose: str) -> None:
+    """Refuse what `parity.compare` does not take.
+
+    Raises:
+        InputError: there is something.
+    """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise InputError(f"{whose} has no option {', '.join(unknown)}; parity.compare has {', '.join(OPTIONS)}")
 
 
 @dataclass(frozen=True)
@@ -113,11 +123,11 @@ def found_in(path: Path) -> list[Declared]:
         InputError: there is no such file, it raises, or it declares nothing.
     """
     if not path.is_file():
-        raise InputError(f"there is no file {path}; name a Python file with functions under @parity.pair")
+        raise InputError(f"there is no file {path}; name a Python file with functions under @parity.pair", "file-missing")
     name = f"_parity_cases_{abs(hash(str(path.resolve())))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if path.suffix != ".py" or spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file; its name must end with .py")
+        raise InputError(f"{path} is no Python file; its name must end with .py", "file-unreadable")
     module = importlib.util.module_from_spec(spec)
     # As `python FILE` has it: modules beside the file.
     with beside_on_path(path.resolve().parent):
@@ -125,14 +135,19 @@ def found_in(path: Path) -> list[Declared]:
         try:
             spec.loader.exec_module(module)
         except ParityError as error:
-            raise InputError(f"{path}: {error}") from error
-        except Exception as error:
-            raise InputError(f"{path} raises {type(error).__name__}: {first_line(error)} ({place(error, path)})") from error
+            raise InputError(f"{path}: {error}", "cases-file-raises") from error
+        except (Exception, SystemExit) as error:
+            # A file that ends the process would otherwise end the run with its own exit status.
+            raise InputError(
+                f"{path} raises {type(error).__name__}: {first_line(error)} ({place(error, path)})", "cases-file-raises"
+            ) from error
     found = [
         case for value in vars(module).values() if getattr(value, "__module__", name) == name for case in declarations(value)
     ]
     if not found:
-        raise InputError(f"{path} declares no pair: put @parity.pair above a function that returns a parity.Pair")
+        raise InputError(
+            f"{path} declares no pair: put @parity.pair above a function that returns a parity.Pair", "cases-file-empty"
+        )
     return found
 
 
@@ -148,6 +163,8 @@ def beside_on_path(folder: Path) -> Iterator[None]:
 
 def place(error: BaseException, path: Path | None = None) -> str:
     """Where the user's own code raised: its innermost line in one file, or outside of installed packages."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if (f.filename == str(path) if path else "site-packages" not in f.filename)]
     found = mine or list(frames)
@@ -155,7 +172,11 @@ def place(error: BaseException, path: Path | None = None) -> str:
 
 
 def run_declared(
-    case: Declared, levels: tuple[str, ...] | None = None, device: str = "cpu", seed: int | None = None
+    case: Declared,
+    levels: tuple[str, ...] | None = None,
+    device: str = "cpu",
+    seed: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> CaseResult:
     """One case, whatever happens in it.
 
@@ -164,6 +185,7 @@ def run_declared(
         levels: instead of those that the case asks for.
         device: `cpu` or `gpu`.
         seed: instead of the one that the case asks for.
+        options: other keywords of `parity.compare`, instead of those that the case gives.
     """
     start = time.perf_counter()
 
@@ -173,24 +195,34 @@ def run_declared(
     try:
         made = case.function(**case.arguments)
     except ParityError as error:
-        return result(error=str(error))
-    except Exception as error:
-        return result(error=f"the function raises {type(error).__name__}: {first_line(error)} ({place(error)})")
+        return result(error=str(error), code=error.code)
+    except (Exception, SystemExit) as error:
+        said = f"the function raises {type(error).__name__}: {first_line(error)} ({place(error)})"
+        return result(error=said, code="pair-raises")
     if not isinstance(made, Pair):
-        return result(error=f"the function must return a parity.Pair, got {type(made).__name__}")
+        return result(error=f"the function must return a parity.Pair, got {type(made).__name__}", code="pair-raises")
     try:
-        return result(report=compared(made, levels, device, seed))
-    except InputError as error:
-        return result(error=str(error))
+        return result(report=compared(made, levels, device, seed, options))
+    except ParityError as error:
+        return result(error=str(error), code=error.code)
+    except Exception as error:
+        # The other cases are not lost for it.
+        return result(error=f"comparing it raises {raised(error)}", code="pair-raises")
 
 
-def compared(made: Pair, levels: tuple[str, ...] | None = None, device: str = "cpu", seed: int | None = None) -> Any:
-    """The report of a pair.
+def compared(
+    made: Pair,
+    levels: tuple[str, ...] | None = None,
+    device: str = "cpu",
+    seed: int | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """The report of a pair; what the run gives wins over what the pair does.
 
     Raises:
         InputError: its parameters do not fit, or it cannot be compared as it stands.
     """
-    options = dict(made.options)
+    options = {**made.options, **(given or {})}
     if levels is not None:
         options["levels"] = levels
     if seed is not None:
@@ -212,6 +244,7 @@ def check_file(
     module: str | None = None,
     device: str = "cpu",
     seed: int | None = None,
+    options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> SuiteResult:
     """Run every pair that a file declares by `parity.pair`.
@@ -222,6 +255,7 @@ def check_file(
         module: only cases whose name contains this, whatever the case of its letters; a whole name means that case alone.
         device: `cpu`, `gpu` or `all`. A missing device gives a skipped row that says why.
         seed: instead of the one that each case asks for.
+        options: other keywords of `parity.compare`, such as `diagnose_seconds`, instead of those that each case gives.
         progress: called before each case with its number, how many there are, and its name.
 
     Returns:
@@ -232,6 +266,7 @@ def check_file(
         MissingFrameworkError: a framework is not installed.
     """
     chosen, path = None if levels is None else checked_levels(levels), Path(path)
+    known_options(options or {}, "check_file")
     for room in ("torch", "nnx"):
         load(room)
     cases = found_in(path)
@@ -240,9 +275,9 @@ def check_file(
         named = [case for case in cases if case.name == module]
         cases = named or [case for case in cases if module.lower() in case.name.lower()]
         if not cases:
-            raise InputError(f"no case of {path} is called like {module!r}; there are {', '.join(names)}")
+            raise InputError(f"no case of {path} is called like {module!r}; there are {', '.join(names)}", "no-such-case")
     if device not in ("cpu", "gpu", "all"):
-        raise InputError(f"device must be cpu, gpu or all, got {device!r}")
+        raise InputError(f"device must be cpu, gpu or all, got {device!r}", "no-device")
     start, results = time.perf_counter(), list[CaseResult]()
     for d in [d for d in ("cpu", "gpu") if device in (d, "all")]:
         absent = gpu_missing() if d == "gpu" else ""
@@ -252,10 +287,10 @@ def check_file(
         for number, case in enumerate(cases):
             if progress:
                 progress(number, len(cases), case.name)
-            results.append(run_declared(case, chosen, d, seed))
+            results.append(run_declared(case, chosen, d, seed, options))
     first = next((r.report for r in results if r.report), None)
     shown = chosen or tuple(dict.fromkeys(level.level for r in results if r.report for level in r.report.levels))
-    found = dict(first.environment) if first else environment()
+    found = first.environment if first else environment()
     return SuiteResult(tuple(results), shown, seed or 0, time.perf_counter() - start, found, str(path))
 
 

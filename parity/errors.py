@@ -10,19 +10,22 @@ INSIDE = frozenset(("torch", "jax", "jaxlib", "flax", "numpy", "parity", "contex
 
 
 class ParityError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    Attributes:
+        code: stays the same from version to version: one of `parity.REFUSALS`, or of `parity.VERDICTS` where the error
+            stands in place of a verdict.
+    """
+
+    code = "misuse"
 
 
 class InputError(ParityError, ValueError):
-    """The call cannot be carried out as it stands. Nothing of the caller's was changed.
-
-    Attributes:
-        code: which of the verdicts of `parity.VERDICTS` it is, '' where it is none of them.
-    """
+    """The call cannot be carried out as it stands. Nothing of the caller's was changed."""
 
     def __init__(self, message: str = "", code: str = ""):
         super().__init__(message)
-        self.code = code
+        self.code = code or type(self).code
 
 
 class TransferError(InputError):
@@ -34,6 +37,8 @@ class TransferError(InputError):
         plan: the `Transfer` as far as it could be planned, None where there was nothing to pair.
     """
 
+    code = "does-not-fit"
+
     def __init__(self, message: str, problems: Sequence[str] = (), rename: Mapping[str, str] | None = None, plan: Any = None):
         super().__init__(message)
         self.problems = tuple(problems)
@@ -44,9 +49,17 @@ class TransferError(InputError):
 class MissingFrameworkError(ParityError, ImportError):
     """The call needs a framework that is not installed."""
 
+    code = "missing-package"
+
+
+class NotRecordedError(ParityError):
+    """A bundle does not hold what was asked of the side that it stands for."""
+
 
 class DivergenceError(ParityError, AssertionError):
     """Two models, or two sets of arrays, are not the same."""
+
+    code = "diverges"
 
 
 def listed(heading: str, problems: Sequence[str]) -> str:

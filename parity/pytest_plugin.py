@@ -5,6 +5,7 @@ A failing pair reads like the report of the command line; no frame of a framewor
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--parity-device", choices=("cpu", "gpu"), default="cpu", help="where pairs are compared")
     group.addoption("--parity-levels", default="", metavar="NAMES", help=f"instead of a pair's own, some of {LEVELS}")
     group.addoption("--parity-seed", type=int, default=None, metavar="N", help="instead of a pair's own: of probes and jitter")
+    group.addoption(
+        "--parity-diagnose-seconds", type=float, default=None, metavar="N", help="how long causes are tried for a pair"
+    )
+    group.addoption(
+        "--parity-update-golden", action="store_true", help="write golden bundles anew where models do something else now"
+    )
     group.addoption("--parity-report", default="", metavar="FILE", help="write all comparisons of the run to one page")
 
 
@@ -46,6 +53,12 @@ def page_of(config: pytest.Config) -> str:
 
 def chosen_levels(config: pytest.Config) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in config.getoption("--parity-levels").split(",") if name.strip()) or None
+
+
+def given_options(config: pytest.Config) -> dict[str, Any]:
+    """Further options of `parity.compare` that the command line gives."""
+    seconds = config.getoption("--parity-diagnose-seconds")
+    return {} if seconds is None else {"diagnose_seconds": seconds}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -87,11 +100,10 @@ class PairItem(pytest.Item):
         absent = declared.gpu_missing() if device == "gpu" else ""
         if absent:
             pytest.skip(absent)
-        self.result = declared.run_declared(
-            self.case, chosen_levels(self.config), device, self.config.getoption("--parity-seed")
-        )
+        seed = self.config.getoption("--parity-seed")
+        self.result = declared.run_declared(self.case, chosen_levels(self.config), device, seed, given_options(self.config))
         if self.result.error:
-            raise parity.InputError(self.result.error)
+            raise parity.InputError(self.result.error, self.result.code)
         assert self.result.report is not None
         self.result.report.raise_for_divergence()
 
@@ -135,7 +147,8 @@ def parity_check(request: pytest.FixtureRequest) -> Callable[..., parity.Report]
             pytest.skip(absent)
         made = declared.Pair(torch_model, flax_model, *args, **(marked | options))
         try:
-            report = declared.compared(made, chosen_levels(config), device, config.getoption("--parity-seed"))
+            seed = config.getoption("--parity-seed")
+            report = declared.compared(made, chosen_levels(config), device, seed, given_options(config))
         except parity.ParityError as error:
             raise error.with_traceback(None) from None
         found = getattr(node, CARRIED, [])
@@ -143,6 +156,43 @@ def parity_check(request: pytest.FixtureRequest) -> Callable[..., parity.Report]
         if not report.passed:
             raise parity.DivergenceError(str(report))
         return report
+
+    return check
+
+
+@pytest.fixture
+def parity_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Compare a model with its golden bundle: `parity_golden(model, *args, path=None, **options)`.
+
+    The path is relative to the folder of the test file; without one it is `golden/FILE-TEST.safetensors` there. Options
+    are those of `parity.golden`. With `--parity-update-golden` the bundle is written anew, at once and whole, where the
+    model does something else now.
+
+    Returns:
+        The report or the difference, where the model does what the bundle says.
+
+    Raises:
+        DivergenceError: it does not.
+        InputError: it cannot be compared as it stands, or there is no bundle.
+    """
+    config, node = request.config, request.node
+
+    def check(model: Any, *args: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+        __tracebackhide__ = True
+        name = re.sub(r"[^\w.-]+", "-", f"{node.path.stem}-{node.name}").strip("-")
+        place = node.path.parent / (path if path is not None else Path("golden") / f"{name}.safetensors")
+        if chosen_levels(config):
+            options["levels"] = chosen_levels(config)
+        try:
+            found = parity.golden(model, *args, path=place, update=config.getoption("--parity-update-golden"), **options)
+        except parity.ParityError as error:
+            raise error.with_traceback(None) from None
+        if isinstance(found, parity.Report):
+            setattr(node, CARRIED, [*getattr(node, CARRIED, []), found])
+        if not found.passed:
+            again = "" if isinstance(found, parity.Report) else "\n  accept it: pytest --parity-update-golden"
+            raise parity.DivergenceError(f"golden bundle {place}\n{found}{again}")
+        return found
 
     return check
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -30,12 +30,13 @@ from parity.cases import (
     mask_for,
     values,
 )
-from parity.errors import InputError, MissingFrameworkError
+from parity.errors import InputError
 from parity.evidence.compare import checked_levels, climb, with_training
 from parity.evidence.numerics import numpy_float
 from parity.evidence.result import LEVELS, TRAINING, Report
 from parity.evidence.subject import Subject
 from parity.frameworks import load
+from parity.surroundings import Environment, surroundings
 from parity.trained import LAYERS, SENTENCES, SIZES, WIDTH, attention_parameters, hidden_states, why_missing
 from parity.training.level import Plan, planned
 from parity.weights.transfer import transfer
@@ -54,6 +55,7 @@ class CaseResult:
         skipped: why it did not run; '' if it did.
         refused: both sides refused the inputs, as they must.
         error: what was raised instead; '' if nothing was.
+        code: of that error, one of `parity.REFUSALS` or `parity.VERDICTS`; '' if nothing was raised.
     """
 
     name: str
@@ -64,6 +66,7 @@ class CaseResult:
     skipped: str = ""
     refused: bool = False
     error: str = ""
+    code: str = ""
 
     @property
     def passed(self) -> bool:
@@ -87,7 +90,7 @@ class SuiteResult:
     levels: tuple[str, ...] = LEVELS
     seed: int = 0
     seconds: float = 0.0
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: Environment({}))
     title: str = "torch_impl against jax_impl"
 
     @property
@@ -107,9 +110,9 @@ class SuiteResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return {**as_data(self), "figures": self.figures(), "passed": self.passed}
+        return document("suite", self, figures=self.figures())
 
     def save_html(self, path: str | os.PathLike[str]) -> Path:
         """Write all cases as one page that needs no network; as `Report.save_html`.
@@ -152,7 +155,7 @@ def check(
     """
     chosen = checked_levels(levels, bool(steps))
     if device not in ("cpu", "gpu", "all"):
-        raise InputError(f"device must be cpu, gpu or all, got {device!r}")
+        raise InputError(f"device must be cpu, gpu or all, got {device!r}", "no-device")
     if seed < 0:
         raise InputError(f"seed must be at least 0, got {seed}")
     if steps < 0:
@@ -162,7 +165,9 @@ def check(
     if module:
         cases = [case for case in cases if module.lower() in case.module.lower()]
         if not cases:
-            raise InputError(f"no module is called like {module!r}; there are {', '.join((*ATTENTIONS, FFN, *CONFIGURED))}")
+            raise InputError(
+                f"no module is called like {module!r}; there are {', '.join((*ATTENTIONS, FFN, *CONFIGURED))}", "no-such-case"
+            )
     SPOILED.clear()
     start, results = time.perf_counter(), list(missing_parts(torch_room, flax_room, device))
     devices = [d for d in ("cpu", "gpu") if device in (d, "all") and not (d == "gpu" and no_gpu(torch_room, flax_room))]
@@ -170,10 +175,10 @@ def check(
     # Pinned once around all threads: what is set for the whole process must not be restored by one of them.
     with torch_room.pinned(threads=1) as torch_settings, flax_room.pinned() as jax_settings:
         results += run_all(every, chosen, progress, steps)
-        environment = {**torch_room.environment(), **flax_room.environment(), **torch_settings, **jax_settings}
-    return SuiteResult(
-        tuple(results), (*chosen, *([TRAINING] if steps else [])), seed, time.perf_counter() - start, environment
-    )
+    levels, seconds = (*chosen, *([TRAINING] if steps else [])), time.perf_counter() - start
+    # Outside of what is pinned: settings are told as the caller has them.
+    found = surroundings(torch_room, flax_room, pinned={**torch_settings, **jax_settings})
+    return SuiteResult(tuple(results), levels, seed, seconds, found)
 
 
 def run_all(
@@ -253,9 +258,9 @@ def run_case(case: Case, levels: tuple[str, ...] = LEVELS, steps: int = 0) -> Ca
             report = report if plan is None else with_training(report, plan)
         except InputError as error:
             refused = case.refused and "both models refuse" in str(error)
-            return result(refused=refused, error="" if refused else str(error))
+            return result(refused=refused, error="" if refused else str(error), code="" if refused else error.code)
     if case.refused:
-        return result(error="both sides must refuse these inputs, but neither did")
+        return result(error="both sides must refuse these inputs, but neither did", code="not-refused")
     return result(report=report)
 
 
@@ -364,33 +369,3 @@ def trained(case: Case) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
     states, padding = hidden_states()
     x = states[layer]
     return attention_parameters(layer), (x, x, x, padding[:, None, None, :])
-
-
-def environment() -> dict[str, str]:
-    """Versions and devices of what is installed, and how to install what is not."""
-    import platform
-    from importlib.metadata import version
-
-    found = {"torch-flax-parity": version("torch-flax-parity"), "python": platform.python_version(), "numpy": version("numpy")}
-    for room in ("torch", "nnx"):
-        try:
-            loaded = load(room)
-        except MissingFrameworkError as error:
-            found[room if room == "torch" else "flax"] = str(error)
-            continue
-        found |= loaded.environment()
-        found[f"{loaded.NAME} gpu"] = loaded.gpu_missing() or "available"
-    return found | {"trained encoder": why_missing() or "installed"}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what is installed, without loading any of it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "jax", "flax", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -85,15 +85,16 @@ def environment(built, tmp_path):
     """Return a function: name of an extra ("" for none) -> the interpreter of a fresh environment that has just that."""
 
     def make(extra):
-        venv.create(tmp_path / "environment", symlinks=True, with_pip=False)
-        (site,) = (tmp_path / "environment").glob("lib/python*/site-packages")
+        place = tmp_path / f"environment {extra}"
+        venv.create(place, symlinks=True, with_pip=False)
+        (site,) = place.glob("lib/python*/site-packages")
         (wheel,) = built.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
         (metadata,) = site.glob("torch_flax_parity-*.dist-info")
         for needed in needs(PathDistribution(metadata), extra):
             link(needed, site)
-        return tmp_path / "environment" / "bin" / "python"
+        return place / "bin" / "python"
 
     return make
 
@@ -176,3 +177,71 @@ def test_the_wheel_holds_every_file_of_the_three_packages(built):
     tree = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert tree | {f"{package}/py.typed" for package in PACKAGES} <= packed
     assert {name.split("/")[0] for name in packed} == set(PACKAGES)
+
+
+# One model in both frameworks: {epsilon} can be planted in Flax's.
+TORCH = """
+import numpy as np, parity, torch
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(4, 6), torch.nn.LayerNorm(6)
+    def forward(self, x):
+        return self.norm(self.up(x))
+model = Model().eval()
+with torch.no_grad():
+    for name, p in model.named_parameters():
+        p.copy_(torch.from_numpy(np.linspace(-1, 2, p.numel(), dtype=np.float32).reshape(p.shape)))
+"""
+FLAX = """
+import numpy as np, parity
+from flax import nnx
+class Model(nnx.Module):
+    def __init__(self, rngs, epsilon):
+        self.up = nnx.Linear(4, 6, rngs=rngs)
+        self.norm = nnx.LayerNorm(6, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+    def __call__(self, x):
+        return self.norm(self.up(x))
+def made(epsilon=1e-5):
+    model = Model(nnx.Rngs(0), epsilon)
+    model.up.kernel[...] = np.linspace(-1, 2, 24, dtype=np.float32).reshape(6, 4).T
+    model.up.bias[...] = model.norm.scale[...] = model.norm.bias[...] = np.linspace(-1, 2, 6, dtype=np.float32)
+    return model
+"""
+INPUT = "x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)\n"
+
+
+def test_recorded_without_jax_and_replayed_without_torch_and_the_other_way_round(environment, tmp_path):
+    torch, flax, neither = environment("torch"), environment("flax"), environment("")
+    one, other, wrong = (tmp_path / f"{name}.safetensors" for name in ("torch", "flax", "wrong"))
+    here = assert_absent(FRAMEWORKS["flax"]) + TORCH + INPUT
+    there = assert_absent(FRAMEWORKS["torch"]) + FLAX + INPUT
+    run(torch, here + f"parity.record(model, x, path={str(one)!r})")
+    run(
+        flax,
+        there
+        + f"""
+report = parity.replay({str(one)!r}, made())
+assert report.passed, report
+report = parity.replay({str(one)!r}, made(1e-6), levels=["identical"])
+[cause] = report.diagnosis.causes
+assert (cause.path, cause.hypothesis) == ("norm", "epsilon"), report
+parity.record(made(), x, path={str(other)!r})
+parity.record(made(1e-6), x, path={str(wrong)!r}, gradients=False)
+""",
+    )
+    run(
+        torch,
+        here
+        + f"""
+report = parity.replay({str(other)!r}, model)
+assert report.passed, report
+report = parity.replay({str(wrong)!r}, model, levels=["identical"])
+[cause] = report.diagnosis.causes
+assert (cause.path, cause.hypothesis) == ("norm", "epsilon"), report
+""",
+    )
+    run(
+        neither,
+        assert_absent(EVERY_FRAMEWORK) + f"import parity\nassert parity.bundle_diff({str(one)!r}, {str(other)!r}).passed",
+    )

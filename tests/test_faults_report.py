@@ -25,7 +25,7 @@ def row(model="m", kind="epsilon", place="norm", seed=0, **told):
 
 ROWS = [
     row(kind=None, place=None),
-    row(),
+    row(silent=True),
     row(place="", kind="mask inverted", exact=False, modules=["a", "b"], causes=["mask"], operation="where", **{"1e-3": True}),
 ]
 
@@ -36,6 +36,7 @@ def test_what_is_found_is_counted_beside_the_usual_practice():
     assert "| m | the model | mask inverted | yes | no (`a`, `b`) | where | yes | mask | 1.5 | no | yes | no |" in text
     assert "| m | `norm` | epsilon | yes | yes | - | yes | epsilon | 1.5 | no | no | no |" in text
     assert "| mask | 1 | 1 | 0 | 1 | 1 | 0 | 1 | 0 | 1.5 |" in text, "a kind is named after its cause"
+    assert "Of 1 of the faults nothing that is computed shows" in text
     assert "Clean pairs: 1, false alarms: 0." in text and "torch 2.13; code abc" in text
     assert "1 clean pairs: 0 false alarms" in report.summary(ROWS)
 

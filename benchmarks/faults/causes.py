@@ -2,6 +2,19 @@
 
 # The first that fits, by a part of the fault's kind.
 CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # Mutants tell the code that they change, which may hold any word: they come first.
+    ("mutated bias missing", ("bias",)),
+    ("mutated epsilon", ("epsilon",)),
+    ("mutated kernel", ("weights", "kernel layout")),
+    ("mutated scale left at one", ("weights", "scale")),
+    ("mutated term left out", ("residual", "terms", "another value", "bias", "factor", "epsilon")),
+    ("mutated minus for plus", ("factor", "terms", "residual")),
+    ("mutated product for quotient", ("softmax scale", "factor", "scale")),
+    ("mutated factor left out", ("scale", "factor", "softmax scale", "another value", "activation")),
+    ("mutated module left out", ("another value", "norm placement", "activation", "residual", "another layer")),
+    ("mutated exchange of arguments", ("arguments exchanged", "order of pieces")),
+    ("mutated axis", ("axis", "reduction", "order of axes", "order of heads", "order of pieces", "part of a value")),
+    ("mutated position", ("part of a value", "order of pieces")),
     ("weights not loaded", ("weights",)),
     ("epsilon", ("epsilon",)),
     ("fast variance", ("precision", "variance")),
@@ -61,11 +74,11 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("called twice", ("another layer",)),
     ("called in the other order", ("order of modules",)),
     ("of another block", ("weights",)),
+    ("hidden rows", ("fully hidden rows", "mask")),
     ("rows ", ("weights",)),
     ("order of the directions", ("order of pieces", "directions")),
     ("first state", ("part of a value",)),
     ("mask", ("mask", "mask that is passed on", "fully hidden rows")),
-    ("hidden rows", ("fully hidden rows", "mask")),
     ("values and keys swapped", ("arguments exchanged",)),
     ("query and key swapped", ("arguments exchanged", "order of pieces")),
     ("query and key weights", ("arguments exchanged", "weights")),

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 import parity
 from benchmarks.faults.causes import wanted
 from benchmarks.faults.planting import Fault, Model, Plan
+from parity.errors import InputError
 from parity.evidence.faults import Diagnosis
 
 Row = dict[str, Any]
@@ -33,14 +35,19 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
     Returns:
         Plain data, see `benchmarks/results/faults.json`: `found`; `exact`, whether that module and no other
         is named; `cause`, whether the right cause is ranked first there; `operation`, the operation that
-        is named, None where none is; and what the usual practice finds.
+        is named, None where none is; `silent`, whether no number shows it on these inputs; `refused`, what is
+        said by a comparison that is refused; and what the usual practice finds.
     """
     args = model.inputs(np.random.default_rng(seed))
     theirs, mine = model.make(Plan(fault), seed)
     began = time.perf_counter()
-    report = parity.compare(theirs, mine, *map(torch.from_numpy, args), rename=model.rename, seed=seed)
+    try:
+        report = parity.compare(theirs, mine, *map(torch.from_numpy, args), rename=model.rename, seed=seed)
+    except InputError as error:
+        return refusal(model, fault, seed, error) | usual_practice(theirs, mine, args)
     seconds = time.perf_counter() - began
     found = report.diagnosis
+    places = tuple(one.path for one in found.isolation.faults) if found and fault and fault.kind == UNLOADED else ()
     row: Row = {
         "model": model.name,
         "place": fault.place if fault else None,
@@ -49,7 +56,8 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
         "levels": [level.level for level in report.levels if level.status == "failed"],
         "modules": sorted({one.path for one in found.isolation.faults}) if found else [],
         "causes": [cause.hypothesis for cause in found.causes_of(fault.places[0])] if found and fault else [],
-        "operation": operation_at(found, fault.places) if found and fault else None,
+        "operation": operation_at(found, places or fault.places) if found and fault else None,
+        "silent": is_silent(found) if found else False,
         "settings": list(found.settings) if found else [],
         "tried": found.tried if found else 0,
         "seconds": round(seconds, 2),
@@ -60,6 +68,35 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
         named, first = judged(row, found, fault, theirs)
         row |= {"exact": named, "cause": first, **usual_practice(theirs, mine, args)}
     return row
+
+
+def refusal(model: Model, fault: Fault | None, seed: int, error: InputError) -> Row:
+    """What a comparison says that is refused: that the two agree it does not say, so that a fault is found.
+
+    It names the module if that is the one at which it says that the model draws, in torch's words or in
+    Linen's, and the cause if that is what it says.
+    """
+    place = fault.place if fault else ""
+    spelled = {place, re.sub(r"\.(\d+)", r"_\1", place)}
+    draws = error.code == "not repeatable"
+    row: Row = {
+        "model": model.name,
+        "place": place if fault else None,
+        "kind": fault.kind if fault else None,
+        "found": True,
+        "levels": [],
+        "modules": [place] if draws and any(f" is {name} (" in str(error) for name in spelled if name) else [],
+        "causes": ["dropout left on"] if draws and "where dropout is called" in str(error) else [],
+        "operation": None,
+        "settings": [],
+        "tried": 0,
+        "refused": str(error),
+        "seconds": 0.0,
+        "seed": seed,
+        "code": code_version(),
+    }
+    known = bool(fault and row["causes"]) and row["causes"][0] in wanted(fault.kind if fault else "")
+    return row | {"exact": bool(fault) and row["modules"] == [place], "cause": known}
 
 
 def judged(row: Row, found: Diagnosis | None, fault: Fault, theirs: torch.nn.Module) -> tuple[bool, bool]:
@@ -74,6 +111,12 @@ def judged(row: Row, found: Diagnosis | None, fault: Fault, theirs: torch.nn.Mod
     by_setting = not row["modules"] and any(sentence.partition(":")[0] == fault.place for sentence in row["settings"])
     first = bool(row["causes"]) and row["causes"][0] in wanted(fault.kind)
     return row["modules"] == sorted(fault.places) or by_setting, first or by_setting
+
+
+def is_silent(found: Diagnosis) -> bool:
+    """Whether nothing that is computed differs: then a setting or an array is named, and no operation can be."""
+    differing = [one.where for module in found.isolation.faults for one in module.differences]
+    return all(where.startswith("array ") for where in differing)
 
 
 def operation_at(found: Diagnosis, places: tuple[str, ...]) -> str | None:

@@ -5,6 +5,7 @@ The catalogue is what a clean port asks, so that no fault is listed that is not 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import linen, nnx
 from flax.core import unfreeze
 
 import parity
+from benchmarks.faults import mutants
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,12 @@ class Plan:
 
     Attributes:
         fault: the one that is planted.
+        listing: whether it is made to learn what can be planted.
         asked: all that the code asked for, in order.
     """
 
     fault: Fault | None = None
+    listing: bool = False
     asked: dict[Fault, None] = field(default_factory=dict)
 
     def __call__(self, place: str, kind: str) -> bool:
@@ -86,7 +90,7 @@ class Inside(Plan):
 Change = Callable[[Any, Plan], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A pair of models, the Flax one with or without a fault.
 
@@ -110,7 +114,7 @@ class Model:
 
     def catalogue(self) -> list[Fault]:
         """Every fault that can be planted."""
-        plan = Plan()
+        plan = Plan(listing=True)
         self.make(plan, 0)
         return list(plan.asked)
 
@@ -132,7 +136,22 @@ class Model:
             parity.transfer(theirs, mine, rename=self.rename)
         if self.after:
             self.after(mine, plan)
+        for mutant in mutants_of(self, seed) if self.mutated(plan) else ():
+            if plan(mutant.place, mutant.kind):
+                mutant.plant(mutants.module_at(mine, mutant.place))
         return theirs, mine
+
+    def mutated(self, plan: Plan) -> bool:
+        """Whether mutants are asked for: for the list of all faults, and for one of them."""
+        return plan.listing or bool(plan.fault and plan.fault.kind.startswith(mutants.MUTATED))
+
+
+@cache
+def mutants_of(model: Model, seed: int) -> list[mutants.Mutant]:
+    """Mutants of a pair's clean port, the same with the same seed."""
+    theirs, mine = model.make(Plan(), seed)
+    known = {path for path, _ in theirs.named_modules()}
+    return mutants.drawn(mine, model.inputs(np.random.default_rng(seed)), known, seed)
 
 
 class Port(parity.Linen):
@@ -143,7 +162,7 @@ class Port(parity.Linen):
         return self.module.apply(self.variables, *args, rngs=self.rngs, **self.kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinenModel(Model):
     """A pair whose Flax side is a Linen module; `flax` makes the module, `after` gets its variables as nested dicts.
 

@@ -71,6 +71,9 @@ def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
         "",
         f"Clean pairs: {len(clean)}, false alarms: {counted(clean, 'found')}.",
         "",
+        f"Of {counted(faults, 'silent')} of the faults nothing that is computed shows on these inputs (a momentum, a row that "
+        "no id takes): a setting or an array is named there, and no operation.",
+        "",
         *table(("", *(h for h, _ in (*OURS, *USUAL))), [whole(faults)]),
         "",
         "## By pair of models",

@@ -70,6 +70,9 @@ def replay_dropout(
     are taken in order. Layers that are Flax's own drop in torch's arithmetic, `x * (mask / (1 - rate))`, to the
     last bit; Flax alone divides by `1 - rate`, and gives 0 in place of a dropped NaN.
 
+    Every step of a scan (`nnx.scan`, `nn.scan`, `jax.lax.scan`) has a mask of its own, in the order of the steps, if its key
+    is another in every step; of a scan inside a scan, and under `jax.vmap`, masks cannot be replayed.
+
     It can stand around a run, eager or compiled: functions that were compiled before are compiled anew
     inside, and are as they were behind it. A compiled function takes its masks when it is
     traced, so that a second call of it would find none left; to call one program with masks of many runs, let
@@ -96,12 +99,36 @@ def replay_dropout(
         DivergenceError: on leaving: the two do not drop alike: too often, too rarely, at another place, in
             another shape, with another rate or scale; all at once.
     """
+    with played(model, masks, arrays, rename=rename, channels_last=channels_last):
+        yield
+
+
+@contextlib.contextmanager
+def played(
+    model: Any,
+    masks: DropoutMasks,
+    arrays: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    rename: Mapping[str, str] | None = None,
+    channels_last: Iterable[str] | None = None,
+    silent: Iterable[str] = (),
+) -> Iterator[None]:
+    """`replay_dropout`, in which some modules of Flax return what they are given.
+
+    Args:
+        model: as there, and so the others.
+        masks: without any of those modules.
+        arrays: in place of the masks.
+        rename: of names.
+        channels_last: drops on feature maps.
+        silent: the paths of those modules in torch.
+    """
     room, target = room_of(model, "replay_dropout")
     if not isinstance(masks, DropoutMasks):
         raise InputError(f"masks must be what parity.record_dropout gave, got {frameworks.describe(masks)}")
     renames = Rename(rename) if target == "flax" else Rename(rename).inverse()
     told = (lambda path: renames.apply(path)[0]) if masks.source != target else str
-    player = Player(masks, arrays, room.modules_of(model), target, rename=told, channels_last=channels_last)
+    player = Player(masks, arrays, room.modules_of(model), target, rename=told, channels_last=channels_last, silent=silent)
     with room.replaying(model, player):
         yield
 

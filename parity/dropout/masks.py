@@ -1,5 +1,6 @@
 """What a run dropped, drop by drop, and its file."""
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -125,7 +126,11 @@ class DropoutMasks:
 
         Args:
             path: of the file.
+
+        Raises:
+            InputError: it cannot be written; what was there is as it was.
         """
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         header = {
@@ -135,6 +140,8 @@ class DropoutMasks:
             "drops": [[d.path, d.call, d.kind, d.rate, d.scale, d.shape] for d in self.drops],
         }
         target = Path(path)
+        if target.exists() and not target.is_file():
+            raise InputError(f"{path} is no file that could be replaced; give the path of a file")
         part = target.with_name(f"{target.name}.part")
         try:
             save_file(
@@ -143,8 +150,11 @@ class DropoutMasks:
                 {"format": FORMAT, "masks": json.dumps(header)},
             )
             part.replace(target)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} cannot be written: {error}; give a folder that exists and has room") from None
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     @staticmethod
     def load(path: str | Path) -> "DropoutMasks":
@@ -163,10 +173,13 @@ class DropoutMasks:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} cannot be read as dropout masks: {error}; give a file that masks.save wrote") from None
+            raise InputError(
+                f"{path} cannot be read as dropout masks: {error}; give a file that masks.save wrote", "file-unreadable"
+            ) from None
         if metadata.get("format") != FORMAT:
             raise InputError(
-                f"{path} says it holds {metadata.get('format')!r}, expected {FORMAT!r}; give a file that masks.save wrote"
+                f"{path} says it holds {metadata.get('format')!r}, expected {FORMAT!r}; give a file that masks.save wrote",
+                "file-unreadable",
             )
         return read_header(path, metadata.get("masks", ""), arrays)
 
@@ -186,12 +199,14 @@ def read_header(path: Any, text: str, arrays: Mapping[str, np.ndarray]) -> Dropo
         modules = {str(way): str(first) for way, first in header["modules"].items()}
         masks = DropoutMasks(str(header["source"]), modules, bool(header["convolutional"]), drops)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}; record the masks again") from None
+        raise InputError(
+            f"{path} is damaged: {type(error).__name__}: {error}; record the masks again", "file-unreadable"
+        ) from None
     problems = [problem for number, drop in enumerate(drops) if (problem := unfit(number, drop))]
     if len(arrays) != len(drops):
         problems.append(f"it holds {len(arrays)} masks and tells of {len(drops)}")
     if problems:
-        raise InputError(listed(f"{path} is damaged; record the masks again", problems))
+        raise InputError(listed(f"{path} is damaged; record the masks again", problems), "file-unreadable")
     return masks
 
 

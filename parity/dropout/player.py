@@ -19,7 +19,7 @@ WHOLE = ("element", "alpha", "function")
 # What makes a drop be missing.
 MISSING = {
     "torch": "drop there too, in train mode",
-    "flax": "drop there too, in train mode and by jax.random.bernoulli, and not once for all steps of a scan",
+    "flax": "drop there too, in train mode and by jax.random.bernoulli, in a scan by a new key in every step",
 }
 
 
@@ -55,6 +55,7 @@ class Player:
         channels_last: torch paths, or patterns of them, of drops on feature maps whose channels Flax has last;
             None decides by the shapes.
         repeats: whether every call of the whole model begins with the first mask again.
+        silent: recorded paths of modules that are to return what they are given.
 
     Raises:
         InputError: arrays are not of that structure.
@@ -70,6 +71,7 @@ class Player:
         rename: Callable[[str], str] = str,
         channels_last: Iterable[str] | None = None,
         repeats: bool = False,
+        silent: Iterable[str] = (),
     ):
         self.source, self.target, self.convolutional = masks.source, target, masks.convolutional
         self.channels_last = None if channels_last is None else tuple(channels_last)
@@ -81,6 +83,7 @@ class Player:
         for way, first in masks.modules.items():
             self.shared.setdefault(self.partner(way), self.partner(first))
         self.repeats, self.all = repeats, [Waiting(*one) for one in in_order(masks, arrays)]
+        self.silent = frozenset(map(self.partner, silent))
         self.rewind()
 
     def rewind(self) -> None:
@@ -173,7 +176,13 @@ class Player:
                 "set broadcast_dropout=False or broadcast_dims=()" if side == "flax" else "use an elementwise dropout in torch"
             )
             return f"{names}: {side} broadcasts one mask over axis {axes}: {both}; {advice}"
-        return f"{names}: the masks have other shapes: {both}; drop the same tensor on both sides"
+        inside = shape == place.shape[1:] and self.target == "flax"
+        advice = (
+            "if that is inside jax.vmap, give the model the whole batch meanwhile"
+            if inside
+            else "drop the same tensor on both sides"
+        )
+        return f"{names}: the masks have other shapes: {both}; {advice}"
 
     def names(self, place: Place, path: str) -> str:
         mine = place.path or "the model"

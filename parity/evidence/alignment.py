@@ -5,11 +5,31 @@ import numpy as np
 from parity.evidence.faults import FirstOperation, SourceLine, Spot
 from parity.evidence.fingerprints import apart, comparable, fingerprint, same_layout
 from parity.evidence.isolation import Isolator
+from parity.evidence.judging import gap_at
 from parity.evidence.numerics import finite_scale
 from parity.evidence.partings import KINDS, LARGEST, LEAST, PART, WHOLE, Found, Parting, Side, plain
 from parity.evidence.tape import Tape
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, is_array
+
+
+def noise_of(trial: Trial, place: Place) -> float:
+    """The most that rounding explains of a value that differs; of any, where none differs as a number.
+
+    A row of ties, such as a query that sees nothing, may be rounded to anything, and says nothing of the others.
+    """
+    limits = trial.bounds.get(place, np.zeros(1))
+    beyond = limits[gap_at(trial, place) > limits] if place in trial.bounds else limits
+    return float((beyond if beyond.size else limits).max(initial=0.0))
+
+
+def call_lines(isolator: Isolator, trial: Trial, name: str | None, number: int) -> tuple[SourceLine | None, SourceLine | None]:
+    """The lines of torch's and of Flax's code that call a module below for the time `number`, from 0."""
+    keys = [k for k in isolator.children.get(trial.torch.key, ()) if k[0] == name]
+    if name is None or number >= len(keys):
+        return None, None
+    own = isolator.own.get((isolator.partners[name].path, keys[number][1]))
+    return isolator.calls[keys[number]].line, own.line if own else None
 
 
 class Alignment:
@@ -21,7 +41,7 @@ class Alignment:
         self.isolator, self.trial, self.place = isolator, trial, place
         self.expected, self.actual = map(fingerprint, arrays)
         self.gap = apart(self.expected, self.actual)
-        noise = trial.bounds.get(place, 0.0) / (finite_scale(arrays[0]) or 1.0)
+        noise = noise_of(trial, place) / (finite_scale(arrays[0]) or 1.0)
         self.least = max(LEAST, noise)
         tolerance = min(LARGEST, max(self.least, self.gap * PART if np.isfinite(self.gap) else LARGEST))
         if self.gap <= self.least:
@@ -185,13 +205,8 @@ class Alignment:
 
     def call_line(self, side: Side, name: str | None, number: int) -> SourceLine | None:
         """The line that calls a module below for the time `number`, from 0."""
-        keys = [k for k in self.isolator.children.get(self.trial.torch.key, ()) if k[0] == name]
-        if name is None or number >= len(keys):
-            return None
-        if side is self.torch:
-            return self.isolator.calls[keys[number]].line
-        own = self.isolator.own.get((self.isolator.partners[name].path, keys[number][1]))
-        return own.line if own else None
+        mine, theirs = call_lines(self.isolator, self.trial, name, number)
+        return mine if side is self.torch else theirs
 
     def answer_line(self, side: Side, number: int | None) -> SourceLine | None:
         """The line that calls the module below which answers with a value."""

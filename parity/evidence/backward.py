@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence.calls import Call, ModuleCall
 from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.isolation import Isolator
@@ -19,7 +19,7 @@ from parity.evidence.numerics import identity, semantics_bound, wide
 from parity.evidence.subject import Subject, arrays_of, as_call
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import NotComparableError, is_array, turned_back
-from parity.weights.pairing import Pair
+from parity.weights.pairs import Pair
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,7 +29,10 @@ def isolate_backward(subject: Subject) -> Isolation:
 
     Raises:
         InputError: the torch model refuses its inputs.
+        NotRecordedError: one of the sides is read from a bundle.
     """
+    if subject.recorded:
+        raise NotRecordedError("modules cannot be run alone backwards: that needs both frameworks in one place")
     isolator = Isolator(subject)
     forward = isolator.run()
     with subject.torch.pinned():

@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from parity.evidence.faults import SourceLine
+from parity.evidence.shelf import taken
+from parity.evidence.trees import mapped
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,20 @@ class Call:
         kwargs: keyword arguments likewise.
         castable: paths of the floating point arrays that carry values, not masks: they take
             on the dtype of a run and get gradients.
+        added: paths of the floating point masks: torch adds them to scores of the same dtype alone, so that
+            they too take on the dtype of a run, but they get no gradient and are never drawn.
+        masks: paths of the arguments that the model calls masks.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     castable: frozenset[str] = frozenset()
+    masks: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
+
+    def cast(self, path: str) -> bool:
+        """Whether the array at a path takes on the dtype of a run."""
+        return path in self.castable or path in self.added
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,14 @@ class Evaluation:
         gradients: by `input ...` or parameter path.
         written: paths of arguments, or of containers of them, that the model wrote into.
         attributes: plain attributes of modules that the model changed; they are as they were again.
+        buffers: by path, what of torch's buffers the run changed, as it left them; the model's own are as they were.
     """
 
     outputs: dict[str, Any]
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     written: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
+    buffers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ class Captured:
     Attributes:
         path: the submodule's dotted path, in torch's words.
         call: 0 for its first call, 1 for its second.
-        outputs: arrays by path in the returned tree.
+        outputs: arrays, or what stands for them where they were put aside, by path in the returned tree.
         inputs: the positional arguments that are arrays, by position.
     """
 
@@ -67,10 +80,30 @@ class Captured:
     outputs: dict[str, Any]
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether it returned what it was given, as dropout in eval mode does: there is nothing in it to look into."""
+        return list(self.outputs) == [""] and 0 in self.inputs and same(taken(self.inputs[0]), taken(self.outputs[""]))
+
+    def taken(self, *, inputs: bool = True) -> "Captured":
+        """The same with its arrays in memory, those of its inputs only if asked for."""
+        outputs = {path: taken(value) for path, value in self.outputs.items()}
+        return replace(self, outputs=outputs, inputs={n: taken(a) for n, a in self.inputs.items()} if inputs else {})
+
+
+def same(given: Any, returned: Any) -> bool:
+    """Whether two values are one array."""
+    if not isinstance(given, np.ndarray) or not isinstance(returned, np.ndarray) or given.shape != returned.shape:
+        return False
+    if given.dtype != returned.dtype or (given.size and given.flat[0] != returned.flat[0]):
+        # Most that differ do so in the first value already.
+        return False
+    return np.array_equal(given, returned)
+
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy.
+    """One call of one submodule, with all that it was given and what it returned; arrays in NumPy, or put aside.
 
     Attributes:
         path: the submodule's dotted path, in torch's words.
@@ -93,6 +126,11 @@ class ModuleCall:
     @property
     def key(self) -> tuple[str, int]:
         return self.path, self.call
+
+    def taken(self) -> "ModuleCall":
+        """The same with the arrays in memory that were put aside."""
+        args, kwargs, output = (mapped(lambda _, leaf: taken(leaf), tree) for tree in (self.args, self.kwargs, self.output))
+        return replace(self, args=args, kwargs=kwargs, output=output)
 
 
 @dataclass(frozen=True)

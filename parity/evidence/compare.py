@@ -4,20 +4,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from parity.errors import InputError, raised, users_line
+from parity.errors import InputError, NotRecordedError, raised, users_line
 from parity.evidence.backward import isolate_backward
-from parity.evidence.diagnose import diagnose_subject
+from parity.evidence.diagnose import SECONDS, checked_seconds, diagnose_subject
 from parity.evidence.dropping import replayed
 from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, climbed, given_sets
 from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
+from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
 from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
-from parity.evidence.unseen import flushed, unseen_parameters
+from parity.evidence.unseen import flushed, unreached, unseen_parameters
+from parity.surroundings import Environment, surroundings
 from parity.training.level import Plan, planned, training
 from parity.training.recipe import Recipe
 from parity.weights.transfer import as_planned
@@ -37,6 +39,7 @@ def compare(
     seed: int = 0,
     strict: bool = False,
     diagnose: bool = True,
+    diagnose_seconds: float = SECONDS,
     dropout: str | None = None,
     padding_mask: Any = None,
     steps: int = 0,
@@ -69,6 +72,7 @@ def compare(
         diagnose: whether a failure is looked into: every pair of modules run alone, and for those
             that differ the causes tried. Costs about as much as `parity.diagnose`; a passing comparison
             costs nothing more.
+        diagnose_seconds: how long causes are tried, over all wrong modules, as `seconds` of `parity.diagnose`.
         dropout: None refuses models that drop; `replay` takes them in train mode, and lets both drop by the masks
             that torch draws for `seed`. How they drop is part of the level `structure` then; the level `wiring`,
             inputs that do not fit and the diagnosis are left out. Batch norms must be in eval mode.
@@ -93,6 +97,7 @@ def compare(
         MissingFrameworkError: a framework is not installed.
     """
     drops, ways = replays(dropout), checked_modes(modes)
+    seconds = checked_seconds(diagnose_seconds, "diagnose_seconds")
     below = [name for name in LEVELS if name != "wiring"] if drops and levels is None else levels
     chosen, plan = checked_levels(below, bool(steps)), None
     sets = given_sets(args, kwargs)
@@ -118,7 +123,7 @@ def compare(
         # The weights are the same whatever the inputs are.
         wanted = chosen if first else tuple(level for level in chosen if level != "weights")
         if not drops:
-            return climb(subject, wanted, ways, strict, diagnose=diagnose and explain, trace=explain)
+            return climb(subject, wanted, ways, strict, diagnose=diagnose and explain, trace=explain, seconds=seconds)
         with replayed(subject):
             return climb(subject, wanted, ways, strict, spoil=False, diagnose=False, trace=explain)
 
@@ -143,6 +148,7 @@ def climb(
     spoil: bool = True,
     diagnose: bool = True,
     trace: bool = True,
+    seconds: float = SECONDS,
 ) -> Report:
     """`compare` for models that are already checked.
 
@@ -154,6 +160,7 @@ def climb(
         spoil: whether inputs that do not fit are tried too.
         diagnose: as in `compare`.
         trace: whether a failure is traced.
+        seconds: as `diagnose_seconds` in `compare`.
     """
     running = bool(set(levels) - {"weights"})
     ids = check_ids(subject) if running else frozenset()
@@ -163,16 +170,19 @@ def climb(
     for level in levels:
         if level == "wiring" and subject.dropping is not None:
             results.append(LevelResult(level, "not run", "the models drop: compare them in eval mode for this level"))
+        elif level in subject.unavailable:
+            results.append(LevelResult(level, "not run", subject.unavailable[level]))
         elif refused and level != "weights":
             results.append(refused if level == "structure" else LevelResult(level, "not run", refused.findings[0].what))
         else:
             results.append(attempt(level, subject, options.get(level, {})))
+    results = results if refused else made_good(subject, results)
     failed = not refused and any(result.status == "failed" for result in results)
     if failed and running:
         refuse_unrepeatable(subject)
     path = attempted(lambda: trace_subject(subject)) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
-    found = attempted(lambda: diagnose_subject(subject)) if failed and diagnose else None
+    found = attempted(lambda: diagnose_subject(subject, seconds)) if failed and diagnose else None
     only_back = failed and "gradients" in [result.level for result in results if result.status == "failed"]
     forward_agrees = found is None or found.passed
     backward = attempted(lambda: isolate_backward(subject)) if only_back and diagnose and forward_agrees else None
@@ -222,7 +232,7 @@ def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
     found += subject.padding.notes(subject.torch_whole if wide else subject.torch_native, subject.flax_whole if wide else None)
     found += flushed(subject) if "native" in climbed else []
     if "gradients" in climbed and subject.torch_wide.gradients and numbers(subject.torch_wide):
-        found += unseen_parameters(subject)
+        found += unseen_parameters(subject) + unreached(subject)
     return tuple(found)
 
 
@@ -232,6 +242,8 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
         return CLIMB[level](subject, **options)
     except InputError:
         raise
+    except NotRecordedError as error:
+        return LevelResult(level, "not run", str(error))
     except Exception as error:
         return LevelResult(level, "not run", raised(error))
 
@@ -309,12 +321,16 @@ def checked_levels(levels: Iterable[str] | None, steps: bool = False) -> tuple[s
     unknown = [level for level in chosen if level not in (*LEVELS, TRAINING)]
     if unknown or not chosen:
         known = ", ".join((*LEVELS, TRAINING))
-        raise InputError(f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {known}")
+        raise InputError(
+            f"no such level: {', '.join(map(repr, unknown)) or 'none given'}; the levels are {known}", "no-such-level"
+        )
     if TRAINING in chosen and not steps:
         raise InputError("the level training needs steps=N, optimizer=... and loss=...")
     return tuple(level for level in LEVELS if level in chosen)
 
 
-def environment(subject: Subject) -> dict[str, str]:
+def environment(subject: Subject) -> Environment:
+    """What the pair was compared with: the process as it is, and what was pinned."""
     with subject.torch.pinned() as torch_settings, subject.flax.pinned() as jax_settings:
-        return {**subject.torch.environment(), **subject.flax.environment(), **torch_settings, **jax_settings}
+        pinned = {**torch_settings, **jax_settings}
+    return surroundings(subject.torch, subject.flax, pinned=pinned)

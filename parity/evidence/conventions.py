@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.evidence.sampling import permuted, shape_of
 from parity.weights.leaf import Layer
 from parity.weights.rules import row_of
 
@@ -28,11 +29,11 @@ class Axes:
 
     def to_flax(self, array: np.ndarray) -> np.ndarray:
         """A torch array in Flax's order."""
-        return array.transpose(self.order(array.ndim))
+        return permuted(array, self.order(len(shape_of(array))))
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """A Flax array in torch's order."""
-        return array.transpose(tuple(int(i) for i in np.argsort(self.order(array.ndim))))
+        return permuted(array, tuple(int(i) for i in np.argsort(self.order(len(shape_of(array))))))
 
 
 def channels_last(spatial: int | None = None) -> Axes:

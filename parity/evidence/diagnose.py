@@ -1,18 +1,21 @@
 """Why a module differs: every hypothesis is tried on it alone, and the causes are those that make the difference vanish."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from parity.errors import InputError, first_line
 from parity.evidence.faults import Cause, Diagnosis
+from parity.evidence.hypotheses.flax_side import FlaxSearch
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
 from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
-from parity.evidence.isolation import Isolator
+from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
 from parity.evidence.subject import Subject
 from parity.evidence.unseen_arrays import with_unseen
+from parity.said import Said
+from parity.weights.rules import in_words_of
 
 # Causes told for one module; what fits as well beyond that adds nothing to read.
 TOLD = 5
@@ -63,15 +66,27 @@ def diagnose(
         InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or
             `seconds` is no positive number.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InputError(f"seconds must be a positive number, got {seconds!r}; it is the time for trying causes")
+    seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
     return diagnose_subject(subject, seconds)
 
 
+def checked_seconds(seconds: Any, name: str) -> float:
+    """A time for trying causes.
+
+    Raises:
+        InputError: it is none.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InputError(f"{name} must be a positive number, got {seconds!r}; it is the time for trying causes")
+    return float(seconds)
+
+
 def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
     """`diagnose` for models that are already checked."""
-    isolator = Isolator(subject)
+    isolator = isolator_of(subject)
+    # Where torch's module cannot be run, Flax's is.
+    search_of: Any = FlaxSearch if "torch" in subject.recorded else Search
     isolation = named(isolator, isolator.run())
     causes: list[Cause] = []
     unexplained, tried, notes = [], 0, list[str]()
@@ -80,22 +95,21 @@ def diagnose_subject(subject: Subject, seconds: float = SECONDS) -> Diagnosis:
     for number, (fault, trial) in enumerate(zip(isolation.faults, trials, strict=True)):
         if trial is None or trial.error:
             continue
-        search = Search(Suspect(isolator, trial), max(end - time.monotonic(), 0.0) / (len(trials) - number))
+        search = search_of(Suspect(isolator, trial), max(end - time.monotonic(), 0.0) / (len(trials) - number))
         found = search.run()
         tried += search.tried
         causes += found
         notes += search.notes
         if search.late:
             place = fault.path or "the model"
-            notes.append(
-                f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
-            )
+            text = f"{place}: of {seconds:g} s for causes its share ran out after {search.tried} tries; give more by seconds="
+            notes.append(Said("time-ran-out", text))
         left = search.left(found)
         if left:
             unexplained.append(f"{fault.path or 'the model'}: {', '.join(left)}")
     isolation, unseen = with_unseen(isolator, isolation)
     causes += unseen
-    if not causes and all(fault.ratio < FAINT for fault in isolation.faults):
+    if not subject.recorded and not causes and all(fault.ratio < FAINT for fault in isolation.faults):
         # The same function, or one that is computed so that digits are lost: the dtype of the models shows which.
         native, losses = diagnose_precision(subject)
         if losses or isolation.passed:
@@ -175,19 +189,23 @@ class Search:
     def attempt(self, hypothesis: Hypothesis) -> list[Cause]:
         """The variants of one hypothesis that explain something and break nothing."""
         found: list[Cause] = []
-        variants = iter(hypothesis.variants(self.suspect))
+        # Begun with the first: what a user wrote may raise before, or be no sequence at all.
+        variants: Iterator[Variant] | None = None
         while not self.late:
             # The first few in any case: a module whose time ran out before its turn still gets the likeliest.
             self.late = self.spent() > self.seconds and self.tried >= FIRST
             try:
+                variants = iter(hypothesis.variants(self.suspect)) if variants is None else variants
                 variant = next(variants, None)
+                if variant is None:
+                    break
+                if not isinstance(variant, Variant) or not callable(variant.values):
+                    raise TypeError(f"it yields {variant!r}, which is no parity.Variant with a function for its values")
+                cause = self.judged(hypothesis, variant)
             except Exception as error:
                 said = f"{type(error).__name__}: {first_line(error)}"
                 self.notes.append(f"{hypothesis.name} could not be tried on {self.suspect.path or 'the model'}: {said}")
                 break
-            if variant is None:
-                break
-            cause = self.judged(hypothesis, variant)
             if cause and all((cause.change, cause.explains) != (other.change, other.explains) for other in found):
                 found.append(cause)
         return found
@@ -199,14 +217,17 @@ class Search:
         except Exception:
             # Torch refuses what the variant would do: then Flax cannot be doing it.
             return None
+        if not isinstance(values, Mapping):
+            raise TypeError(f"the values of a variant are {type(values).__name__}, not a mapping from places to arrays")
         if isinstance(variant.values, Edited) and not self.suspect.base:
             left = self.suspect.left_of(values)
             self.helpful += [(left, hypothesis.name, variant)] if left < HELPFUL else []
         gone, sound = self.suspect.explained(values, variant.unit)
         if not gone or not sound or (variant.whole and len(gone) < len(values)):
             return None
+        what, change = (in_words_of(self.suspect.flax_layer, said) for said in (variant.what, variant.change))
         return Cause(
-            *(variant.name or hypothesis.name, self.suspect.path, variant.what, variant.change),
+            *(variant.name or hypothesis.name, self.suspect.path, what, change),
             before=max(self.suspect.before[place] for place in gone),
             after=max(gone.values()),
             explains=tuple(map(str, gone)),

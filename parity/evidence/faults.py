@@ -14,10 +14,10 @@ class Difference:
         where: an output, or what the module gives one that it calls.
         ratio: the largest difference over what rounding explains.
         differing: how many values differ, and `elements`, of how many.
-        worst: index of the largest difference.
+        worst: index of the largest difference beyond what rounding explains there.
         flax: the value there.
         torch: the value there.
-        difference: between them; the smallest absolute tolerance that would have passed.
+        difference: between them; the smallest absolute tolerance that would have let those pass that differ.
         reason: in words, where it is no matter of numbers: a shape, a missing output, NaN.
     """
 
@@ -155,9 +155,9 @@ class Isolation:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("isolation", self)
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ class Cause:
         after: what is left of it when torch's module does the same.
         explains: the places whose difference is gone.
         complete: whether nothing else differs in that module.
+        tried_on: whose module was run again to see; Flax's where torch's is read from a bundle.
     """
 
     hypothesis: str
@@ -183,6 +184,7 @@ class Cause:
     after: float
     explains: tuple[str, ...]
     complete: bool
+    tried_on: Literal["torch", "flax"] = "torch"
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,6 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("diagnosis", self)

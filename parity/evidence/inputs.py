@@ -206,8 +206,9 @@ class Specs:
             self.problems.append(f"{path} has sizes {', '.join(map(repr, wrong))}; a size is a whole number from 1, or a name")
         if isinstance(spec, Mask) and spec.says not in MASKS:
             self.problems.append(f"{path}: a mask says one of {', '.join(map(repr, MASKS))}, got {spec.says!r}")
-        if isinstance(spec, Ids) and spec.vocabulary is not None and spec.vocabulary < 2:
-            self.problems.append(f"{path}: a vocabulary must have at least 2 ids, got {spec.vocabulary}")
+        known = spec.vocabulary if isinstance(spec, Ids) else None
+        if known is not None and not (is_size(known) and known >= 2):
+            self.problems.append(f"{path}: a vocabulary must have at least 2 ids, got {known!r}")
         if isinstance(spec, Values) and spec.dtype is not None and spec.dtype not in UNIT:
             self.problems.append(f"{path}: values are {', '.join(UNIT)}, got {spec.dtype!r}")
         self.found[path] = spec
@@ -263,7 +264,7 @@ class Specs:
                 self.problems.append(
                     f"sizes[{name!r}] must be a whole number from 1, or several to choose from, got {allowed!r}"
                 )
-        if not self.found:
+        if not self.found and not self.problems:
             self.problems.append("no argument is an array or a shape; give at least one, such as ('batch', 'length', 8)")
 
 

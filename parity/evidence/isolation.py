@@ -4,7 +4,7 @@ A module that calls other modules gets torch's answers from them: what it comput
 children is seen whether they are right or wrong, and so is what it gives them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Alone, ModuleCall
-from parity.evidence.conventions import AS_IN_TORCH, MASK, USUAL, Axes, Convention, convention
+from parity.evidence.conventions import AS_IN_TORCH, BATCH_FIRST, MASK, USUAL, Axes, Convention, convention
 from parity.evidence.faults import Difference, Isolated, Isolation
 from parity.evidence.hypotheses.weight import Weight, weights_of
 from parity.evidence.judging import compared
 from parity.evidence.partners import partners
+from parity.evidence.shelf import Shelf
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
 from parity.evidence.trial import (
@@ -49,13 +50,14 @@ class Isolator:
 
     def __init__(self, subject: Subject, dtype: str | None = "float64"):
         self.subject, self.dtype = subject, dtype
-        self.plain = observed(subject, None)
-        self.calls = self.plain if dtype is None else observed(subject, dtype)
-        self.own = own_calls(subject, dtype)
-        self.partners, self.unpaired = partners(subject, list(self.calls.values()), list(self.own.values()))
+        shelf = Shelf()
+        self.plain = observed(subject, None, shelf)
+        self.calls = self.plain if dtype is None else observed(subject, dtype, shelf)
+        self.own = own_calls(subject, dtype, shelf)
+        self.partners, self.unpaired = partners(subject, self.calls.aside, self.own.aside)
         self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
         self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
-        self.children = nearest_children(self.calls, set(self.partners))
+        self.children = nearest_children({c.key: c for c in self.calls.aside}, set(self.partners))
         # In which order of axes a pair was found right, and what it is called with in the model's own run.
         self.right: dict[str, list[Axes]] = {}
         self.results: dict[tuple[str, int], Isolated] = {}
@@ -184,15 +186,22 @@ class Isolator:
         self.collect(trial, run, answering)
         return trial
 
-    def run_flax(self, trial: Trial, replies: Mapping[str, list[Any]], **changes: Any) -> Alone:
-        """The Flax module of a trial alone."""
+    def run_flax(
+        self,
+        trial: Trial,
+        replies: Mapping[str, list[Any]],
+        *,
+        weights: Mapping[str, np.ndarray] | None = None,
+        **changes: Any,
+    ) -> Alone:
+        """The Flax module of a trial alone, with some of its arrays exchanged if asked."""
         given = trial.partner.path, trial.args, trial.kwargs, replies
         return self.subject.flax.alone(
             self.subject.flax_model,
             *given,
             dtype=self.dtype,
             quick=self.dtype is not None,
-            weights=self.torchs_inside(replies),
+            weights={**self.torchs_inside(replies), **(weights or {})},
             **changes,
         )
 
@@ -216,7 +225,7 @@ class Isolator:
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Torch's arrays by path, each with its counterpart in Flax."""
-        return weights_of(self.subject.pairing.pairs)
+        return weights_of(self.subject.pairing.pairs, self.subject.torch.leaves(self.subject.torch_model))
 
     @cached_property
     def unequal(self) -> dict[str, Weight]:
@@ -286,6 +295,10 @@ class Isolator:
             assert rule is not None
             own = skeleton(one, rule)
         found = refilled(one, own, axes, rule)
+        if rule is not None and not set(found.sources) - {MASK}:
+            # The model's own run gives it nothing that fits, which is a fault of who calls it: the layer itself is as the
+            # ledger knows it.
+            found = refilled(one, skeleton(one, rule), axes, rule)
         if any(is_array(leaf) for leaf in mine.values()) and not set(found.sources) - {MASK}:
             shapes = ", ".join(str(leaf.shape) for leaf in mine.values() if is_array(leaf))
             raise NotComparableError(f"torch gives it {shapes}, Flax nothing of such shapes")
@@ -313,11 +326,16 @@ class Isolator:
         blank = self.subject.padding.blank
         trial.expected, trial.noise, trial.actual = blank(trial.expected), blank(trial.noise), blank(trial.actual)
 
+    def plain_call(self, call: ModuleCall) -> ModuleCall | None:
+        """A call of torch's in the dtype of the model; None if it was not made there."""
+        return self.plain.get(call.key)
+
     def collect_given(self, trial: Trial, run: Alone, name: str, number: int, call: ModuleCall) -> None:
         """What the module gives one call of a child, on both sides."""
         rule = trial.child_rules[name] = self.rule(name)
         mine = by_argument(call, rule)
-        plain = by_argument(self.plain[call.key], rule) if call.key in self.plain else {}
+        noted = self.plain_call(call)
+        plain = by_argument(noted, rule) if noted else {}
         first, flax_path = self.axes_of(call), self.partners[name].path
         for axes in [first, *(other for other in self.right.get(name, []) if other != first)]:
             try:
@@ -335,7 +353,9 @@ class Isolator:
                 continue
             trial.expected[place], trial.noise[place] = mine[path], plain.get(path)
             if leaf is not None:
-                trial.actual[place] = turned_back(axes, leaf, mine[path])
+                known = rule is not None and axes == BATCH_FIRST and leaf.ndim == mine[path].ndim
+                # Where the ledger knows that two axes are swapped, values that are not are others.
+                trial.actual[place] = axes.to_torch(leaf) if known else turned_back(axes, leaf, mine[path])
         for path, setting in plain_arguments(call).items() if rule is None else ():
             theirs = run.given.get((flax_path, number, path))
             # What stands there in Flax as an array, or not at all, may mean the same.
@@ -375,7 +395,31 @@ def plain_arguments(one: ModuleCall) -> dict[str, Any]:
     return {spoken(path): leaf for path, leaf in leaves if isinstance(leaf, PLAIN)}
 
 
-def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
+class Calls(Mapping[tuple[str, int], ModuleCall]):
+    """Calls by path and number, whose arrays come into memory with the call that is asked for.
+
+    Args:
+        aside: the calls, with what stands for the arrays that were put aside.
+    """
+
+    def __init__(self, aside: list[ModuleCall]):
+        self.aside = aside
+        self.by_key = {c.key: c for c in aside}
+
+    def __getitem__(self, key: tuple[str, int]) -> ModuleCall:
+        return self.by_key[key].taken()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.by_key
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.by_key)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+
+def observed(subject: Subject, dtype: str | None, shelf: Shelf) -> Calls:
     """Torch's calls in a dtype; None is that of the model.
 
     Raises:
@@ -383,19 +427,19 @@ def observed(subject: Subject, dtype: str | None) -> dict[tuple[str, int], Modul
     """
     try:
         with subject.torch.pinned():
-            calls = subject.torch.observe(subject.torch_model, subject.call, dtype=dtype)
+            calls = subject.torch.observe(subject.torch_model, subject.call, dtype=dtype, keep=shelf.put)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
-    return {c.key: c for c in calls}
+    return Calls(calls)
 
 
-def own_calls(subject: Subject, dtype: str | None) -> dict[tuple[str, int], ModuleCall]:
+def own_calls(subject: Subject, dtype: str | None, shelf: Shelf) -> Calls:
     """Flax's calls in its own run, which show how its modules want to be called; none if it raises."""
     try:
-        calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype)
+        calls = subject.flax.observe(subject.flax_model, subject.call, dtype=dtype, keep=shelf.put)
     except Exception:
-        return {}
-    return {c.key: c for c in calls}
+        return Calls([])
+    return Calls(calls)
 
 
 def nearest_children(

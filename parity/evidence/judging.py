@@ -1,6 +1,6 @@
 """What differs in a call that was run alone, beyond what rounding explains."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,8 @@ from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
     finite_scale,
-    identity,
-    largest_gap,
     same_specials,
-    semantics_bound,
+    semantics_bounds,
 )
 from parity.evidence.subject import Subject
 from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like
@@ -34,32 +32,82 @@ def compared(trial: Trial, subject: Subject) -> tuple[tuple[Difference, ...], fl
     """What differs between the two, place by place, and the largest difference over what rounding explains."""
     if trial.error:
         return (), float("inf")
-    trial.bounds = {p: bound(trial.noise.get(p), leaf) for p, leaf in trial.expected.items() if is_array(leaf)}
+    trial.bounds = bounds(trial)
     differences, worst = differing(trial, trial.actual)
-    if differences:
-        shaken = rounded_otherwise(trial, subject)
-        before = {d.where: d.ratio for d in differences}
-        for place, tight in list(trial.bounds.items()):
-            own = max(
-                (largest_gap(r[place], trial.expected[place]) for r in shaken if fits(r.get(place), trial, place)), default=0
-            )
-            trial.bounds[place] = tight + SEMANTICS_FACTOR * own
-            if GROSS < before.get(str(place), 0) < np.inf and tight * before[str(place)] < SWALLOWED * trial.bounds[place]:
-                trial.bounds[place] = tight
+    # Roundings inside a fused operation are looked at only where nothing but small rows differ.
+    for mode in ("Shaken", "Elementary"):
+        if not differences or (mode == "Elementary" and not in_rows_alone(trial, differences)):
+            break
+        trial.bounds = bounds(trial, rounded_otherwise(trial, subject, mode))
         differences, worst = differing(trial, trial.actual)
     return differences, worst
+
+
+def bounds(trial: Trial, shaken: Sequence[Mapping[Place, Any]] = ()) -> dict[Place, np.ndarray]:
+    """What rounding explains at each place, value by value."""
+    found = {}
+    for place, leaf in trial.expected.items():
+        if is_array(leaf):
+            found[place] = tight = bound(trial.noise.get(place), leaf)
+            runs = [run[place] for run in shaken if fits(run.get(place), trial, place)]
+            if runs:
+                loose = bound(trial.noise.get(place), leaf, runs)
+                found[place] = np.where(gross(trial, place, tight, loose), tight, loose)
+    return found
+
+
+def gross(trial: Trial, place: Place, tight: np.ndarray, loose: np.ndarray) -> np.ndarray:
+    """Where a difference is no question of rounding, although shaken roundings would swallow it."""
+    gap = gap_at(trial, place)
+    # By the largest bound of values like it: a small row may be exact in torch, and its own bound nothing.
+    least = largest_like_it(trial, place, tight)
+    beyond, lost = (gap > GROSS * least) & (least > 0), swallowed(gap, least, loose)
+    # Where some of it is plainly more than roundings do, these are what the rest is known to: float32 inside, say.
+    return lost if (lost == beyond).all() else np.zeros(gap.shape, bool)
+
+
+def swallowed(gap: Any, tight: Any, loose: Any) -> Any:
+    """Where a difference is too gross against its tight bound for the loose one, of shaken roundings, to explain it."""
+    return (gap > GROSS * tight) & (tight > 0) & (gap < SWALLOWED * loose)
+
+
+def in_rows_alone(trial: Trial, differences: Sequence[Difference]) -> bool:
+    """Whether all that differs is numbers that the noise of larger rows would explain."""
+    told = {one.where for one in differences}
+    if any(one.reason for one in differences):
+        return False
+    places = [(place, limit) for place, limit in trial.bounds.items() if str(place) in told]
+    return all((gap_at(trial, place) <= largest_like_it(trial, place, limit)).all() for place, limit in places)
+
+
+def gap_at(trial: Trial, place: Place) -> np.ndarray:
+    """The differences at one place; none where the two have other shapes."""
+    mine, theirs = trial.expected[place], trial.actual.get(place)
+    if not is_array(theirs) or theirs.size != mine.size or (theirs.dtype.kind == "c") != (mine.dtype.kind == "c"):
+        return np.zeros(in_parts(mine).shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.nan_to_num(np.abs(in_parts(theirs.reshape(mine.shape)) - in_parts(mine)), nan=0.0)
+
+
+def largest_like_it(trial: Trial, place: Place, limit: np.ndarray) -> np.ndarray:
+    """For each value the largest bound of those of its magnitude, whatever row they are in."""
+    found = np.zeros(limit.shape)
+    for part in alike(in_parts(trial.expected[place])):
+        found[part] = limit[part].max(initial=0.0)
+    return found
 
 
 def fits(found: Any, trial: Trial, place: Place) -> bool:
     return is_array(found) and found.shape == trial.expected[place].shape
 
 
-def rounded_otherwise(trial: Trial, subject: Subject) -> list[dict[Place, Any]]:
-    """Torch's module again, with every intermediate result moved by at most half an ulp."""
-    return [
-        torch_again(trial, subject, watch=subject.torch.Shaken(UNIT, subject.seed * 101 + number))
-        for number in range(SHAKEN_RUNS)
-    ]
+def rounded_otherwise(trial: Trial, subject: Subject, mode: str) -> list[dict[Place, Any]]:
+    """Torch's module again, with every intermediate result moved by at most half an ulp; never if it was only recorded."""
+    if "torch" in subject.recorded:
+        return []
+    watching = getattr(subject.torch, mode)
+    settings = (UNIT, "float64") if mode == "Elementary" else (UNIT,)
+    return [torch_again(trial, subject, watch=watching(*settings, subject.seed * 101 + run)) for run in range(SHAKEN_RUNS)]
 
 
 def torch_again(trial: Trial, subject: Subject, **changes: Any) -> dict[Place, Any]:
@@ -89,10 +137,10 @@ def at_places(trial: Trial, run: Alone) -> dict[Place, Any]:
     return found
 
 
-def bound(noise: Any, expected: np.ndarray) -> float:
-    """What rounding explains between two float64 values of one place."""
+def bound(noise: Any, expected: np.ndarray, shaken: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """What rounding explains between two float64 values of one place, for each of its numbers."""
     plain = noise if is_array(noise) and noise.shape == expected.shape else expected
-    return semantics_bound(in_parts(plain), in_parts(expected))
+    return semantics_bounds(in_parts(plain), in_parts(expected), [in_parts(run) for run in shaken])
 
 
 def in_parts(array: np.ndarray) -> np.ndarray:
@@ -134,24 +182,35 @@ def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tu
         figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
         return Difference(str(place), float("inf"), *figures), float("inf")
     a, b = in_parts(theirs), in_parts(mine)
+    if a.shape != b.shape:
+        return reason(f"expected (torch) {mine.dtype}, actual (flax) {theirs.dtype}")
     special = same_specials(a, b)
     if not special.all():
         at = tuple(int(i) for i in np.argwhere(~special)[0])
         count = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}"
         return reason(f"{count}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}")
     limit = trial.bounds[place]
-    result, _ = identity(a, b, limit)
-    if result.zero or result.ratio <= 1:
-        return None, result.ratio
     with np.errstate(invalid="ignore", over="ignore"):
         gap = np.nan_to_num(np.abs(a - b), nan=0.0)
-    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+    # Zero in exact arithmetic on both sides: what each has is its rounding.
+    if (np.maximum(np.abs(a), np.abs(b)) <= limit).all():
+        return None, float(over(gap, limit).max(initial=0.0))
+    ratio = float(over(gap, limit).max(initial=0.0))
+    if ratio <= 1:
+        return None, ratio
+    beyond = np.where(gap > limit, gap, 0.0)
+    at = tuple(int(i) for i in np.unravel_index(int(beyond.argmax()), gap.shape))
     unit = UNIT.get(str(theirs.dtype), 0.0)
     text = ""
     if unit > UNIT["float64"] and mine.dtype == np.float64 and gap.max() <= SEMANTICS_FACTOR * unit * finite_scale(b):
         text = f"Flax has {theirs.dtype} in a float64 run, torch float64: a cast or a dtype argument pins it"
     figures = (int((gap > limit).sum()), gap.size, at, float(a[at]), float(b[at]))
-    return Difference(str(place), result.ratio, *figures, float(gap[at]), text), result.ratio
+    return Difference(str(place), ratio, *figures, float(gap[at]), text), ratio
+
+
+def over(gap: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Differences in units of what is allowed; none is 0 even where nothing is."""
+    return np.divide(gap, limit, out=np.where(gap > 0, np.inf, 0.0), where=limit > 0)
 
 
 def told(value: Any) -> str:

@@ -1,18 +1,23 @@
 """The levels of agreement, lowest first. Each takes a subject and returns a result; none prints."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence import wiring
 from parity.evidence.calls import Call, Evaluation
+from parity.evidence.judging import swallowed
+from parity.evidence.left_behind import compared_buffers
 from parity.evidence.numerics import (
     Identity,
     alike,
+    comparable,
     finite_scale,
     identity,
     largest_gap,
@@ -24,11 +29,15 @@ from parity.evidence.numerics import (
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
-from parity.weights.pairing import Pair
+from parity.said import Said
+from parity.weights.leaf import DTYPES, digest
+from parity.weights.pairs import Pair
 from parity.weights.paths import split
 
 # How many findings a result keeps: enough to see a pattern, few enough to read.
 KEPT = 20
+# Of a level whose figures no output could give.
+NOTHING = "no output could be compared"
 
 
 def weights(subject: Subject) -> LevelResult:
@@ -38,6 +47,10 @@ def weights(subject: Subject) -> LevelResult:
     findings += [Finding("", sentence, {"setting": True}) for sentence in pairing.settings]
     size = 0
     for p in pairing.pairs:
+        if p.source.digest or p.target.digest:
+            finding, bytes_read = by_digest(p)
+            findings, size = findings + finding, size + bytes_read
+            continue
         expected, back = p.source.read(), p.layout.inverse().apply(p.target.read())
         size += expected.nbytes
         if expected.dtype != back.dtype:
@@ -55,11 +68,34 @@ def weights(subject: Subject) -> LevelResult:
     figures = {"leaves": len(pairing.pairs), "bytes": size, "ties": len(pairing.ties)}
     if pairing.unpaired and not pairing.pairs:
         figures["cannot be paired"] = True
-    notes = (*(f"left out: {path}" for path in pairing.ignored), *pairing.alone, *pairing.notes)
+    notes = (*(Said("left-out", f"left out: {path}") for path in pairing.ignored), *pairing.alone, *pairing.notes)
     if not pairing.pairs and not findings:
-        return LevelResult("weights", "not applicable", "neither model has parameters", figures)
+        why = "every array is left out, as asked" if pairing.ignored else "neither model has parameters"
+        return LevelResult("weights", "not applicable", why, figures)
     summary = f"{len(pairing.pairs)} arrays, {size:,} bytes bit-equal" if not findings else f"{len(findings)} do not agree"
     return verdict("weights", findings, summary, figures, notes)
+
+
+def by_digest(p: Pair) -> tuple[list[Finding], int]:
+    """Whether two arrays are bit-equal of which one is known by its digest alone, or both, and how many bytes they have.
+
+    Raises:
+        NotRecordedError: a part of an array, or an array in another layout, has no digest of its own.
+    """
+    mine, theirs, back = p.source.digest, p.target.digest, p.layout.inverse()
+    if p.source.part or p.target.part or (mine and theirs and back.name != "as is"):
+        raise NotRecordedError(
+            f"{p.source.path} and {p.target.path} cannot be told by digests, since one is laid out otherwise; "
+            "record with keep='all'"
+        )
+    found, known = mine, theirs
+    if not theirs:
+        known = digest(np.asarray(back.apply(p.target.read())))
+    elif not mine:
+        found = digest(np.asarray(p.layout.apply(p.source.read())))
+    size = math.prod(p.source.shape) * DTYPES[p.source.dtype].itemsize
+    what = f"differs from {p.target.path} in some bits: a bundle knows one of them by its digest alone"
+    return ([] if found == known else [Finding(p.source.path, what)]), size
 
 
 def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> LevelResult:
@@ -74,10 +110,13 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
             continue
         findings += compare_kind(where, expected[path], actual[path])
     findings += [Finding("", sentence) for sentence in subject.dropping or ()]
-    bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    try:
+        bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
+    except NotRecordedError as error:
+        bad, notes = [], [f"bad inputs were not tried: {error}"]
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
-    figures = {"outputs": len(expected)} | ({"trees differ": True} if set(expected) != set(actual) else {})
+    figures = {"outputs": len(expected)} | ({"trees differ": True} if trees_differ(expected, actual) else {})
     return verdict("structure", findings, summary, figures, tuple(notes))
 
 
@@ -94,12 +133,20 @@ def compare_kind(where: str, expected: Any, actual: Any) -> list[Finding]:
     integers = expected.dtype.kind in "iu" and actual.dtype.kind in "iu"
     if expected.dtype != actual.dtype and not integers:
         found.append(Finding(where, f"expected (torch) dtype {expected.dtype}, actual (flax) {actual.dtype}"))
+    if not comparable(actual, expected):
+        return found
     special = same_specials(actual, expected)
     if not special.all():
         at = tuple(int(i) for i in np.argwhere(~special)[0])
         text = f"NaN or infinity at {int((~special).sum())} places on one side only, first at {at}: "
         found.append(Finding(where, text + f"expected (torch) {expected[at]!s}, actual (flax) {actual[at]!s}"))
     return found
+
+
+def trees_differ(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
+    """Whether the outputs are other trees: other paths, or at one of them an array on one side only."""
+    alike = all(isinstance(leaf, np.ndarray) == isinstance(actual.get(path), np.ndarray) for path, leaf in expected.items())
+    return set(expected) != set(actual) or not alike
 
 
 def kind(value: Any) -> str:
@@ -110,29 +157,34 @@ def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]
     """Whether both sides refuse, or accept, inputs that do not fit."""
     if isinstance(subject.torch.raises(subject.torch_model, subject.call), str):
         return [], ["bad inputs were not tried: the torch model cannot run on shapes alone"]
-    findings, notes = [], []
+    findings, notes = list[Finding](), list[str]()
     for what, call, soft in spoiled(subject):
-        # On shapes alone torch does not notice that dtypes do not fit.
-        expected = torch_outcome(subject, call) if soft else subject.torch.raises(subject.torch_model, call)
+        expected = torch_outcome(subject, call, soft)
         actual = subject.flax.raises(subject.flax_model, call)
         if isinstance(expected, str) == isinstance(actual, str) and (isinstance(expected, str) or expected == actual):
             continue
         sentence = f"{what}: expected (torch) {outcome(expected)}; actual (flax) {outcome(actual)}"
-        # A natural port promotes where torch refuses, or has a norm without parameters that takes any width; where
-        # torch is defined that is no other function.
-        lenient = isinstance(expected, str)
-        if (soft or lenient) and not strict:
-            notes.append(f"also tried, counts only with strict=True: {sentence}")
+        # A natural port promotes where torch refuses, or has a norm without parameters that takes any width; or it
+        # refuses aloud what torch happens to take, as jax.nn.dot_product_attention does values of another width
+        # than the keys'. On what both take that is no other function.
+        one_refuses = isinstance(expected, str) or isinstance(actual, str)
+        if (soft or one_refuses) and not strict:
+            notes.append(Said("dtype-not-refused", f"also tried, counts only with strict=True: {sentence}"))
         else:
             findings.append(Finding("input", sentence))
     return findings, notes
 
 
-def torch_outcome(subject: Subject, call: Call) -> str | tuple[tuple[int, ...], ...]:
-    """What the torch model does with arguments, by running it: the error, or the shapes of its outputs."""
+def torch_outcome(subject: Subject, call: Call, soft: bool) -> Any:
+    """What the torch model does with arguments: the error, or the shapes of its outputs."""
+    # On shapes alone torch does not notice that dtypes do not fit.
+    if not soft:
+        return subject.torch.raises(subject.torch_model, call)
     try:
         with subject.torch.pinned():
             outputs = subject.torch.evaluate(subject.torch_model, call).outputs
+    except NotRecordedError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return tuple(array.shape for array in outputs.values() if isinstance(array, np.ndarray))
@@ -165,6 +217,8 @@ def identical(subject: Subject) -> LevelResult:
     """Both sides in float64, rounded once to float32: bit-equal, but for proved rounding ties."""
     if not numbers(subject.torch_native):
         return LevelResult("identical", "not applicable", "the torch model returns no numbers")
+    if only_whole_numbers(subject):
+        return LevelResult("identical", "not applicable", NOTHING_TO_WIDEN)
     stopped = cannot_run_wide(subject)
     if stopped:
         return LevelResult("identical", "not run", stopped)
@@ -172,7 +226,7 @@ def identical(subject: Subject) -> LevelResult:
     for path, oracle in floats(subject.torch_wide):
         actual = subject.flax_wide.outputs.get(path)
         where = f"output {path}" if path else "output"
-        if not isinstance(actual, np.ndarray) or actual.shape != oracle.shape:
+        if not comparable(actual, oracle):
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
         result, wrong = judged(subject, "outputs", path, actual, oracle)
@@ -180,10 +234,13 @@ def identical(subject: Subject) -> LevelResult:
         if not result.passed:
             findings.append(described_gap(where, result, wrong, actual, oracle))
     unequal, notes = unequal_integers(subject, "float64")
-    findings += unequal
+    left, untold = compared_buffers(subject)
+    findings, notes = [*findings, *unequal, *left], [*notes, *untold]
     if not findings and not any(isinstance(a, np.ndarray) and a.size for a in subject.torch_native.outputs.values()):
         return LevelResult("identical", "not applicable", "the models return no numbers")
-    return identity_verdict("identical", results, findings, tuple(notes))
+    outputs = subject.torch_wide.outputs.values()
+    whole = sum(a.size for a in outputs if isinstance(a, np.ndarray) and a.dtype.kind in "biu")
+    return identity_verdict("identical", results, findings, tuple(notes), whole)
 
 
 def judged(
@@ -202,13 +259,16 @@ def judged(
     """
     native, wrong, results = wide(getattr(subject.torch_native, kind)[path]), np.zeros(oracle.shape, bool), []
     parts = alike(oracle) if scale is None else [...]
-    for part in subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts:
+    for number, part in enumerate(subject.padding.parts(path, oracle.shape, parts) if kind == "outputs" else parts):
         mine, theirs = actual[part], oracle[part]
         result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale))
         if second and not result.passed and np.isfinite(result.ratio):
             # This second look costs four runs, so it is taken only where the first one fails.
-            runs = [getattr(run, kind)[path][part] for run in subject.shaken_wide]
-            result, wrong[part] = identity(mine, theirs, semantics_bound(native[part], theirs, scale, runs))
+            own = subject.wide_noise(kind, path)[number]
+            bound = semantics_bound(native[part], theirs, scale, own)
+            # Where torch rounds at a tie, half an ulp before it is a whole step behind it, and would explain any fault.
+            if kind != "outputs" or not swallowed(result.ratio * result.bound, result.bound, bound):
+                result, wrong[part] = identity(mine, theirs, bound)
         results.append(result)
     return together(results), wrong
 
@@ -221,7 +281,10 @@ def together(results: list[Identity]) -> Identity:
     return Identity(**counts, ratio=worst.ratio, bound=worst.bound, zero=all(r.zero for r in results))
 
 
-def identity_verdict(level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = ()) -> LevelResult:
+def identity_verdict(
+    level: str, results: list[Identity], findings: list[Finding], notes: tuple[str, ...] = (), whole: int = 0
+) -> LevelResult:
+    """The level by its figures; `whole` counts the whole numbers that were compared besides."""
     figures = {
         "elements": sum(r.elements for r in results),
         "equal": sum(r.equal for r in results),
@@ -231,6 +294,10 @@ def identity_verdict(level: str, results: list[Identity], findings: list[Finding
         "ratio": max((r.ratio for r in results), default=0.0),
         "zero": sum(r.zero for r in results),
     }
+    figures |= {"whole numbers": whole} if whole else {}
+    if not results and (findings or whole):
+        summary = (f"{whole:,} whole numbers" + (" equal" if not findings else "")) if whole else NOTHING
+        return verdict(level, findings, summary, figures, notes)
     summary = f"{figures['equal']:,} of {figures['elements']:,} values bit-equal"
     if figures["ties"]:
         summary += f", {figures['ties']} proved rounding ties"
@@ -266,7 +333,7 @@ def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[F
     expected, actual = (
         (subject.torch_wide, subject.flax_wide) if dtype == "float64" else (subject.torch_native, subject.flax_native)
     )
-    found, notes = [], []
+    found, notes = list[Finding](), list[str]()
     for path, mine in expected.outputs.items():
         theirs = actual.outputs.get(path)
         if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
@@ -277,7 +344,8 @@ def unequal_integers(subject: Subject, dtype: str | None = None) -> tuple[list[F
         wrong = mine != theirs
         tied = undecided_integers(subject, path, wrong, dtype)
         if tied.any():
-            notes.append(f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none")
+            text = f"{where}: {int(tied.sum())} whole numbers hang on a tie, and agree where there is none"
+            notes.append(Said("integers-on-ties", text))
         if (wrong & ~tied).any():
             found.append(Finding(where, f"{int((wrong & ~tied).sum())} of {mine.size} whole numbers differ"))
     return found, notes
@@ -295,6 +363,15 @@ def cannot_run_wide(subject: Subject) -> str | None:
         if pinned:
             return f"{name} pins a dtype: {pinned}; remove the cast or the dtype argument to let it run in float64"
     return None
+
+
+NOTHING_TO_WIDEN = "nothing that the models are given or hold is a floating point number, so that none runs in float64"
+
+
+def only_whole_numbers(subject: Subject) -> bool:
+    """Whether floating point outputs come of ids, flags and lengths alone: no run in another dtype is another run."""
+    held = [leaf for leaf in subject.torch.leaves(subject.torch_model) if "float" in leaf.dtype]
+    return bool(floats(subject.torch_native)) and not held and not subject.call.castable
 
 
 def numbers(run: Evaluation) -> bool:
@@ -315,23 +392,53 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
     if not floats(oracle) and not findings:
         what = "the torch model returns no floating point numbers"
         return LevelResult("native", "not applicable", what, notes=tuple(notes))
-    worst = 0.0
+    if not findings and not any(a.size for _, a in floats(oracle)):
+        return LevelResult("native", "not applicable", "the models return no numbers", notes=tuple(notes))
+    worst, measured = 0.0, 0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
         for path, expected in floats(oracle):
             actual = run.outputs.get(path)
             where = f"output {path} ({mode})" if path else f"output ({mode})"
-            if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+            if not comparable(actual, expected):
                 findings.append(Finding(where, "cannot be compared: see the level structure"))
                 continue
             found, ratio = imprecise(subject, where, "outputs", path, actual, wide(expected))
-            findings += found
-            worst = max(worst, ratio)
+            findings += found or narrowed(where, actual, subject.torch_native.outputs[path])
+            worst, measured = max(worst, ratio), measured + 1
     figures = {"dtype": subject.dtype, "modes": list(modes), "ratio": worst}
     if findings:
         figures["atol"] = max(finding.figures.get("atol", 0.0) for finding in findings)
-    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed"
+    summary = f"{subject.dtype}, {' and '.join(modes)}: error {worst:.2g} times the allowed" if measured else NOTHING
     return verdict("native", findings, summary, figures, tuple(notes))
+
+
+# So many values that hold by chance what a narrower dtype can hold are unlikely: each does in one of 256 cases or fewer.
+FEW = 8
+
+
+def narrowed(where: str, actual: np.ndarray, expected: np.ndarray) -> list[Finding]:
+    """An output of more digits than the model's dtype has, or as many, of which Flax uses those of a narrower one alone.
+
+    The noise of a model in bfloat16 hides what a softmax in bfloat16 loses, but torch's float32 result holds it.
+    """
+    for narrow in (ml_dtypes.bfloat16, np.float16):
+        if actual.dtype != expected.dtype or actual.dtype.itemsize <= np.dtype(narrow).itemsize:
+            continue
+        full, cut = (used(array, narrow) for array in (expected, actual))
+        if full.size >= FEW and full.mean() > 0.5 and cut.size and not cut.any():
+            what = (
+                f"{actual.dtype} that holds numbers of {np.dtype(narrow)} alone, torch's has more digits: it was rounded there"
+            )
+            return [Finding(where, f"{what}; compute it in {actual.dtype}")]
+    return []
+
+
+def used(array: np.ndarray, narrow: Any) -> np.ndarray:
+    """Which of the finite numbers other than 0 need more digits than a dtype has."""
+    values = array[np.isfinite(array) & (array != 0)]
+    with np.errstate(over="ignore"):
+        return np.asarray(values.astype(narrow).astype(values.dtype) != values)
 
 
 def imprecise(
@@ -340,33 +447,55 @@ def imprecise(
     """What is wrong with the precision of one array, and its error over the allowed one."""
     [seen] = subject.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
     actual, oracle = actual[seen], oracle[seen]
-    runs, dtype = [getattr(run, kind)[path][seen] for run in subject.ensemble], subject.dtype
-    special = same_specials(actual, runs[0])
+    plain, dtype = getattr(subject.torch_native, kind)[path][seen], subject.dtype
+    special = same_specials(actual, plain)
     if not special.all():
         return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
-    result = precision(actual, runs, oracle, dtype, scale)
+    noise = subject.noise("ensemble", kind, path)
+    result = precision(actual, noise, oracle, dtype, scale)
     for more in ("shaken", "elementary", "elementary_more"):
         if result.passed:
             break
         # Where values cancel, jittered inputs do not show how much the roundings inside matter, nor do kernels that
         # round once at their end. Each look costs runs, so it is taken only where the one before it fails.
-        runs += [getattr(run, kind)[path][seen] for run in getattr(subject, more)]
-        result = precision(actual, runs, oracle, dtype, scale, last=more.startswith("elementary"))
+        noise = noise.joined(subject.noise(more, kind, path))
+        result = precision(actual, noise, oracle, dtype, scale, last=more.startswith("elementary"))
     ratio = max(result.max_ratio, result.rms_ratio)
     if result.passed:
         return [], ratio
-    atol = largest_gap(actual, runs[0])
+    atol = largest_gap(actual, plain)
     what = (
         f"error {result.max_error:.3g} where torch's own is {result.torch_error:.3g} in {dtype}: {result.max_ratio:.3g} times "
         f"the allowed, {result.rms_ratio:.3g} times in the mean square; would pass at atol={atol:.3g}"
     )
     if kind == "outputs" and dtype in ("float32", "bfloat16"):
-        what += explained_by_flushing(subject, path, actual, runs, oracle, seen)
+        what += explained_by_flushing(subject, path, actual, noise, oracle, seen)
     return [Finding(where, what, {"max_ratio": result.max_ratio, "rms_ratio": result.rms_ratio, "atol": atol})], ratio
+
+
+def gradient_notes(subject: Subject, tied: list[str], kinks: int, overflown: int, zero: list[str]) -> Iterator[Said]:
+    """What a reader must know of how gradients were compared."""
+    if tied:
+        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
+        text = f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree"
+        yield Said("gradients-off-ties", text)
+    if not subject.native_gradients:
+        yield Said("gradients-in-float64", "compared in float64 only")
+    if kinks:
+        text = f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if overflown:
+        text = f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only"
+        yield Said("gradients-in-float64", text)
+    if zero:
+        text = f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}"
+        yield Said("zero-gradient", text)
 
 
 def gradients(subject: Subject) -> LevelResult:
     """Gradients of parameters and inputs for a fixed random cotangent: identical in float64, precise natively."""
+    if only_whole_numbers(subject):
+        return LevelResult("gradients", "not applicable", "nothing here has a gradient")
     stopped = not_differentiable(subject) or cannot_run_wide(subject)
     if isinstance(stopped, LevelResult):
         return stopped
@@ -374,8 +503,10 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not run", stopped)
     if not subject.torch_wide.gradients or not subject.cotangents:
         return LevelResult("gradients", "not applicable", "nothing here has a gradient")
+    if not numbers(subject.torch_wide):
+        return LevelResult("gradients", "not applicable", "the models return no numbers")
     missing, triples = paired_gradients(subject)
-    results, findings, notes, worst = [], missing, [], 0.0
+    results, findings, worst = [], missing, 0.0
     tied: list[str] = []
     zero: list[str] = []
     kinks = subject.kinks if subject.native_gradients else 0
@@ -403,17 +534,7 @@ def gradients(subject: Subject) -> LevelResult:
             lost, ratio = imprecise(subject, name, "gradients", path, flax_native, wide(oracle), scales[path])
             findings += lost
             worst = max(worst, ratio)
-    if tied:
-        what = f"{subject.ties} values tie for a maximum, where frameworks choose other gradients"
-        notes.append(f"{what}: compared on inputs moved off them, gradients of {', '.join(tied)} agree")
-    if not subject.native_gradients:
-        notes.append("compared in float64 only")
-    if kinks:
-        notes.append(f"{kinks} values lie within rounding of a kink: {subject.dtype} gradients were compared in float64 only")
-    if overflown:
-        notes.append(f"{overflown} of torch's own {subject.dtype} values overflow: gradients were compared in float64 only")
-    if zero:
-        notes.append(f"zero in exact arithmetic, so that both sides show rounding alone: {', '.join(zero)}")
+    notes = list(gradient_notes(subject, tied, kinks, overflown, zero))
     findings = nearest_first(subject, triples, findings)
     level = identity_verdict("gradients", results, findings)
     alone = unpaired_gradients(subject)
@@ -563,7 +684,9 @@ def magnitudes(gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def worst_index(actual: np.ndarray, expected: np.ndarray, among: np.ndarray) -> tuple[int, ...]:
-    gap = np.abs(wide(actual) - wide(expected))
+    # Infinities on both sides leave no number.
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(wide(actual) - wide(expected))
     gap = np.where(among, np.nan_to_num(gap, nan=np.inf, posinf=np.inf), -1.0)
     return tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
 
@@ -579,7 +702,7 @@ def verdict(
         summary,
         figures,
         kept,
-        (*notes, f"{more} more findings are not listed") if more > 0 else notes,
+        (*notes, Said("more-findings", f"{more} more findings are not listed")) if more > 0 else notes,
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.evidence.notes import Note
 from parity.evidence.numerics import wide
-from parity.evidence.subject import Subject, arrays_of, mask_paths
+from parity.evidence.subject import Subject, arrays_of
 from parity.evidence.unseen import is_denormal, shown
 from parity.weights.leaf import Leaf
 
@@ -34,9 +34,8 @@ def lint(subject: Subject, ids: frozenset[str]) -> tuple[Note, ...]:
 def lint_inputs(subject: Subject, ids: frozenset[str] = frozenset()) -> Iterator[Note]:
     """Each argument by itself, then those that are the same."""
     call = subject.call
-    masks = tuple(mask_paths(subject.torch_model, call.args, call.kwargs))
     for path, array in arrays_of(call):
-        masklike = path.startswith(masks) or array.dtype == bool
+        masklike = path.startswith(call.masks) or array.dtype == bool
         floating = "float" in str(array.dtype)
         if not array.size:
             yield Note("empty", path, "is empty: nothing is computed from it, and nothing shown")
@@ -167,12 +166,13 @@ def lint_weights(leaves: list[Leaf]) -> Iterator[Note]:
         "plain-norms": "1 (or biases 0), as in a new layer: a scale or bias that is left out or swapped does not show",
         "initial-statistics": "those of a new layer (0 and 1): statistics that are not used or not carried over do not show",
         "constant-kernels": "one number throughout: a transposed or permuted kernel does not show",
+        "not-finite": "NaN or infinity in places: what they reach shows no fault",
         "denormal": "denormal numbers in places: torch keeps them, XLA on the CPU turns them to zero",
     }
     names = {"zero-biases": "biases", "plain-norms": "scales of norms", "initial-statistics": "running statistics"}
     for code, text in told.items():
         if paths := found.get(code):
-            verb = "hold" if code == "denormal" else "are"
+            verb = "hold" if code in ("denormal", "not-finite") else "are"
             yield Note(code, "", f"{names.get(code, 'parameters')} {verb} {text}: {shown(paths)}", {"paths": paths})
 
 
@@ -189,6 +189,8 @@ def kind_of_leaf(leaf: Leaf) -> str:
         for holds, code in CONSTANT:
             if holds(leaf, float(value), norm):
                 return code
+    if not np.isfinite(array).all():
+        return "not-finite"
     return "denormal" if is_denormal(array).any() else ""
 
 

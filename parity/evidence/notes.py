@@ -12,7 +12,7 @@ LINTS = {
     "one-magnitude": "every value of an argument has the same magnitude",
     "whole-numbers": "every value of a floating point argument is a whole number",
     "normalised": "every row of an argument has mean 0 and variance 1",
-    "not-finite": "an argument holds NaN or infinities",
+    "not-finite": "an argument or a parameter holds NaN or infinities",
     "denormal": "an argument or a parameter holds denormal numbers",
     "batch-of-one": "an argument has a batch of one",
     "single-token": "an argument has a single position",
@@ -36,7 +36,9 @@ REMARKS = {
     "padding-differs": "outputs differ inside the padding mask",
     "flushed": "denormal numbers that one side turns to zero",
     "unseen-parameters": "parameters on which no output depends",
+    "bound-unreached": "an activation's bound beyond which no value lies",
     "zero-gradients": "parameters whose gradient is zero on these inputs alone",
+    "recorded": "a side is read from a bundle",
 }
 NOTE_CODES = LINTS | REMARKS
 

@@ -1,8 +1,9 @@
 """How far apart two arrays are, and how far apart rounding alone can bring them. NumPy only."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,8 @@ SEMANTICS_FACTOR = 64.0
 FLUSHED = 64
 # Beside a value that much larger, float32 loses the smaller one whole.
 APART = 2.0**24
+# The mean square of so few numbers is that of their largest, and has its spread; their largest may be small by luck.
+FEW = 16
 # Float32 noise of torch in units of float64: 2^-53 / 2^-24.
 FLOAT32_TO_FLOAT64 = 2.0**-29
 
@@ -88,9 +91,25 @@ def wide(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).astype(np.float64)
 
 
+def comparable(actual: Any, expected: np.ndarray) -> TypeGuard[np.ndarray]:
+    """Whether an output can be compared value by value: an array of the same shape, complex only if both are."""
+    if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+        return False
+    return (actual.dtype.kind == "c") == (expected.dtype.kind == "c")
+
+
+def as_wide(array: np.ndarray) -> np.ndarray:
+    """The array in float64, itself if it is so already: only to be read."""
+    return np.asarray(array).astype(np.float64, copy=False)
+
+
 def finite_scale(array: np.ndarray) -> float:
     """Largest finite magnitude, 0 if there is none."""
-    values = np.abs(wide(array))
+    values = np.abs(as_wide(array))
+    # NaN and infinity go through a maximum, so that only arrays that hold one are looked through.
+    largest = float(values.max(initial=0.0))
+    if np.isfinite(largest):
+        return largest
     values = values[np.isfinite(values)]
     return float(values.max()) if values.size else 0.0
 
@@ -103,6 +122,8 @@ def alike(array: np.ndarray) -> list[Any]:
     Small values stay with larger ones: a softmax weight of 1e-60 is as exact as its scores were.
     """
     magnitude = np.abs(array)
+    if magnitude.max(initial=0.0) < APART:
+        return [...]
     finite = magnitude[np.isfinite(magnitude)]
     if not finite.size or finite.max() < APART:
         return [...]
@@ -115,7 +136,11 @@ def alike(array: np.ndarray) -> list[Any]:
 
 def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference where both are finite, 0 if they are nowhere."""
-    a, b = wide(actual), wide(expected)
+    a, b = as_wide(actual), as_wide(expected)
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = float(np.abs(a - b).max(initial=0.0))
+    if np.isfinite(largest):
+        return largest
     both = np.isfinite(a) & np.isfinite(b)
     with np.errstate(over="ignore"):
         return float(np.abs(a[both] - b[both]).max()) if both.any() else 0.0
@@ -123,13 +148,13 @@ def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Where NaN and infinities agree: both NaN, both the same infinity, or both finite."""
-    a, b = wide(actual), wide(expected)
+    a, b = as_wide(actual), as_wide(expected)
+    if a.shape == b.shape and np.isfinite(a).all() and np.isfinite(b).all():
+        return np.ones(a.shape, bool)
     return (np.isnan(a) == np.isnan(b)) & ((np.isinf(a) == np.isinf(b)) & (~np.isinf(a) | (a == b)))
 
 
-def semantics_bound(
-    torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None, jittered64: Sequence[np.ndarray] = ()
-) -> float:
+def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | None = None, own: float = 0.0) -> float:
     """The largest difference between two float64 runs that rounding explains.
 
     `64 (2^-29 max|t32 - t64| + 2^-53 scale)`: torch's own float32 noise, scaled down to
@@ -141,12 +166,59 @@ def semantics_bound(
         torch32: torch's result in float32, or any narrower dtype in which it runs.
         torch64: torch's result in float64 on the same parameters and inputs.
         scale: magnitude of the values; None takes the largest of `torch64`.
-        jittered64: torch's results in float64 on numbers moved by at most half a float64 ulp.
+        own: largest difference from it of torch's results in float64 on numbers moved by at most half a float64 ulp.
     """
     scale = finite_scale(torch64) if scale is None else scale
     noise = min(largest_gap(torch32, torch64), scale if scale else np.inf)
-    own = max((largest_gap(run, torch64) for run in jittered64), default=0.0)
     return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + own)
+
+
+def semantics_bounds(torch32: np.ndarray, torch64: np.ndarray, jittered64: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """`semantics_bound` for each value, by the noise and the magnitude of those beside which it is exact.
+
+    Values far apart are judged apart, as `alike` says, and each row by itself: beside rows that are
+    much larger a small one would be allowed their noise. A row is as many last axes as hold `FEW`
+    values, for the noise of fewer may be small by luck; one that has fewer of a magnitude gets the bound of all.
+
+    Args:
+        torch32: as in `semantics_bound`.
+        torch64: as in `semantics_bound`.
+        jittered64: torch's results in float64 on numbers moved by at most half a float64 ulp.
+
+    Returns:
+        float64, in the shape of `torch64`.
+    """
+    found = np.zeros(torch64.shape)
+    if not torch64.size:
+        return found
+    rows = rows_of(torch64.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gaps = [np.abs(run - torch64) for run in (torch32, *jittered64)]
+    for part in alike(torch64):
+        chosen = np.ones(torch64.shape, bool) if part is ... else part
+
+        def largest(magnitudes: np.ndarray, chosen: np.ndarray = chosen) -> np.ndarray:
+            return np.where(chosen & np.isfinite(magnitudes), magnitudes, 0.0).reshape(rows, -1).max(1)
+
+        scale, noise, *own = (largest(magnitudes) for magnitudes in (np.abs(torch64), *gaps))
+        noise = np.minimum(noise, np.where(scale > 0, scale, np.inf))
+        limits = SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + np.max(own, axis=0, initial=0.0))
+        moved = max((largest_gap(run[chosen], torch64[chosen]) for run in jittered64), default=0.0)
+        whole = semantics_bound(torch32[chosen], torch64[chosen], None, moved)
+        enough = chosen.reshape(rows, -1).sum(1) >= FEW
+        by_row = np.where(enough, np.minimum(limits, whole), whole)
+        found += np.where(chosen.reshape(rows, -1), by_row[:, None], 0.0).reshape(torch64.shape)
+    return found
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """How many rows of at least `FEW` values an array has that are its last axes; 1 if it has fewer values."""
+    rows, held = math.prod(shape), 1
+    for size in reversed(shape):
+        if held >= FEW:
+            break
+        held, rows = held * size, rows // max(size, 1)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -270,13 +342,52 @@ PRECISION_RULE = {
 ELEMENTARY_RULE = PRECISION_RULE | dict.fromkeys(("bfloat16", "float16"), (4.0, 1.0, 3.0, 0.25))
 
 
-# The mean square of so few numbers is that of their largest, and has its spread.
-FEW = 16
+@dataclass(frozen=True)
+class Noise:
+    """How far torch's own runs are from the float64 oracle, for each part of it that is judged by itself.
+
+    Attributes:
+        largest: the largest error of any run, by part.
+        rms: the largest root mean square error of a run, by part.
+        overflown: where a run is not finite although the oracle is; None if it is nowhere.
+    """
+
+    largest: tuple[float, ...]
+    rms: tuple[float, ...]
+    overflown: np.ndarray | None = None
+
+    def joined(self, other: "Noise") -> "Noise":
+        """That of the runs of both."""
+        masks = [one.overflown for one in (self, other) if one.overflown is not None]
+        return Noise(
+            tuple(map(max, self.largest, other.largest)),
+            tuple(map(max, self.rms, other.rms)),
+            np.logical_or.reduce(masks) if masks else None,
+        )
+
+
+def noise_of(runs: Sequence[np.ndarray], oracle: np.ndarray, parts: Sequence[Any]) -> Noise:
+    """How far runs are from the oracle.
+
+    Args:
+        runs: results in the deployed dtype.
+        oracle: the result in float64, in the same shape.
+        parts: indices of the values that are judged together, as `alike` gives them.
+    """
+    finite = np.isfinite(oracle)
+    overflown = finite & ~np.logical_and.reduce([np.isfinite(wide(run)) for run in runs])
+    valid = finite & ~overflown
+    errors = [[wide(run)[part][valid[part]] - oracle[part][valid[part]] for run in runs] for part in parts]
+    return Noise(
+        tuple(max(float(np.abs(e).max(initial=0.0)) for e in of_part) for of_part in errors),
+        tuple(max(rms(e) for e in of_part) for of_part in errors),
+        overflown if overflown.any() else None,
+    )
 
 
 def precision(
     flax: np.ndarray,
-    ensemble: list[np.ndarray],
+    ensemble: list[np.ndarray] | Noise,
     oracle: np.ndarray,
     dtype: str,
     scale: float | None = None,
@@ -291,7 +402,7 @@ def precision(
 
     Args:
         flax: Flax's result in the dtype.
-        ensemble: torch's results in the dtype, the unjittered run first.
+        ensemble: torch's results in the dtype; or how far they are from the oracle, by the parts that are judged here.
         oracle: torch's result in float64 on the same numbers.
         dtype: in which both ran.
         scale: magnitude of the values; None takes the largest of the oracle.
@@ -299,35 +410,30 @@ def precision(
     """
     parts = alike(oracle) if scale is None else [...]
     rule = (ELEMENTARY_RULE if last else PRECISION_RULE)[dtype]
-    found = [precision_of_part(flax[part], [run[part] for run in ensemble], oracle[part], dtype, rule, scale) for part in parts]
+    noise = ensemble if isinstance(ensemble, Noise) else noise_of(ensemble, oracle, parts)
+    shown = np.isfinite(oracle) & np.isfinite(wide(flax))
+    shown = shown if noise.overflown is None else shown & ~noise.overflown
+    found = []
+    for number, part in enumerate(parts):
+        errors = wide(flax)[part][shown[part]] - oracle[part][shown[part]]
+        magnitude = finite_scale(oracle[part]) if scale is None else scale
+        found.append(precision_of_part(errors, noise.largest[number], noise.rms[number], dtype, rule, magnitude))
     return max(found, key=lambda result: max(result.max_ratio, result.rms_ratio))
 
 
 def precision_of_part(
-    flax: np.ndarray,
-    ensemble: list[np.ndarray],
-    oracle: np.ndarray,
-    dtype: str,
-    rule: tuple[float, float, float, float],
-    scale: float | None,
+    mine: np.ndarray, worst: float, worst_rms: float, dtype: str, rule: tuple[float, float, float, float], scale: float
 ) -> Precision:
-    """`precision` of values that one magnitude judges."""
-    scale = finite_scale(oracle) if scale is None else scale
-    valid = np.isfinite(oracle)
-    for run in [flax, *ensemble]:
-        valid &= np.isfinite(wide(run))
-    if not valid.any():
+    """`precision` of values that one magnitude judges, by their errors and torch's."""
+    if not mine.size:
         return Precision(0.0, 0.0, 0.0, 0.0)
     k_max, floor_max, k_rms, floor_rms = rule
-    if valid.sum() < FEW:
+    if mine.size < FEW:
         k_rms, floor_rms = k_max, floor_max
-    errors = [wide(run)[valid] - oracle[valid] for run in ensemble]
-    mine = wide(flax)[valid] - oracle[valid]
-    worst = max(float(np.abs(e).max()) for e in errors)
     # Denormals: XLA flushes them to zero on the CPU, in float32's range each term of a sum by itself; torch keeps them.
     tiny = float(ml_dtypes.finfo(numpy_float(dtype)).tiny) * (FLUSHED if dtype in ("float32", "bfloat16") else 1)
     allowed_max = k_max * worst + floor_max * UNIT[dtype] * scale + tiny
-    allowed_rms = k_rms * max(rms(e) for e in errors) + floor_rms * UNIT[dtype] * scale + tiny
+    allowed_rms = k_rms * worst_rms + floor_rms * UNIT[dtype] * scale + tiny
     return Precision(float(np.abs(mine).max()) / allowed_max, rms(mine) / allowed_rms, float(np.abs(mine).max()), worst)
 
 

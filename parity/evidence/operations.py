@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from parity.errors import first_line
-from parity.evidence.alignment import Alignment
-from parity.evidence.faults import FirstOperation, Isolated, Isolation
+from parity.errors import NotRecordedError, first_line
+from parity.evidence.alignment import Alignment, call_lines
+from parity.evidence.faults import FirstOperation, Isolated, Isolation, Spot
 from parity.evidence.isolation import Isolator
+from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.partings import LARGEST
 from parity.evidence.subject import Subject
@@ -38,7 +39,7 @@ def isolated(subject: Subject) -> Isolation:
     Raises:
         InputError: the torch model refuses its inputs.
     """
-    isolator = Isolator(subject)
+    isolator = isolator_of(subject)
     return named(isolator, isolator.run())
 
 
@@ -50,6 +51,8 @@ def with_operation(isolator: Isolator, one: Isolated, chosen: set[tuple[str, int
         found = first_operation(isolator, trial, [d.where for d in one.differences])
     except TooLongError as error:
         found = unnamed(f"the module computes {error}: they were not compared one by one")
+    except NotRecordedError:
+        found = unnamed("its operations could not be compared: one of the sides was recorded")
     except Exception as error:
         found = unnamed(f"its operations could not be compared: {type(error).__name__}: {first_line(error)}")
     return replace(one, operation=found)
@@ -65,7 +68,7 @@ def first_operation(isolator: Isolator, trial: Trial, differing: Iterable[str]) 
         return unnamed(f"the two are the same in float64 and part in {trial_dtype(trial)} by rounding, not at one operation")
     places = in_order(isolator, trial, set(differing)) or unlike(trial)
     if not places:
-        return unnamed("what differs is what the two return, not the numbers in it")
+        return handed(isolator, trial, set(differing)) or unnamed("what differs is what the two return, not the numbers in it")
     mine, theirs = tapes(isolator, trial)
     found = unnamed("")
     for place, expected, actual in places:
@@ -73,6 +76,15 @@ def first_operation(isolator: Isolator, trial: Trial, differing: Iterable[str]) 
         if found.torch or found.flax:
             return found
     return found
+
+
+def handed(isolator: Isolator, trial: Trial, differing: set[str]) -> FirstOperation | None:
+    """The calls that hand a module below another number or word; no operation computes what is written there."""
+    for place, setting in trial.expected.items():
+        if place.child is not None and str(place) in differing and not is_array(setting):
+            mine, theirs = call_lines(isolator, trial, place.child, place.call)
+            return FirstOperation(Spot("", "", mine), Spot("", "", theirs), str(place), "another setting is handed on")
+    return None
 
 
 # A place that differs, and what torch and Flax have there.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parity.evidence.calls import ModuleCall
+from parity.evidence.calls import ModuleCall, same
 from parity.evidence.subject import Subject
 from parity.weights.leaf import Layer
 from parity.weights.paths import split
@@ -57,12 +57,20 @@ def partners(
     by_plan(subject, called, found, flax_layers)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
-    alone = [f"{path or 'the model'} (torch only)" for path in called if path not in found]
+    mine = looked_into(torch_calls, [path for path in called if path not in found])
+    alone = [f"{path or 'the model'} (torch only)" for path in mine]
     # What a layer of the ledger is made of inside is that layer's own business.
     whole = tuple(f"{b.path}." for a, b in found.items() if a and ruled(torch_layers.get(a), flax_layers.get(b.path)))
-    theirs = [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken]
+    theirs = looked_into(flax_calls, [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken])
     alone += [f"{path} (flax only)" for path in theirs if not path.startswith(whole or "\0")]
     return found, tuple(alone)
+
+
+def looked_into(calls: list[ModuleCall], paths: list[str]) -> list[str]:
+    """Those of some modules that compute something in a call; in what hands on what it is given there is nothing to see."""
+    wanted = set(paths)
+    computing = {c.path for c in calls if c.path in wanted and not (c.args and same(c.args[0], c.output))}
+    return [path for path in paths if path in computing]
 
 
 def ruled(mine: Layer | None, theirs: Layer | None) -> bool:

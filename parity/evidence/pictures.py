@@ -47,14 +47,17 @@ def picture(output: str, expected: np.ndarray, actual: np.ndarray, allowed: floa
     if not expected.size or expected.shape != actual.shape or not allowed > 0:
         return None
     with np.errstate(invalid="ignore", over="ignore"):
-        # NaN and infinity on both sides are equal, on one side an error without bound.
-        error = np.where((expected == actual) | (np.isnan(expected) & np.isnan(actual)), 0.0, np.abs(actual - expected))
-    error = np.nan_to_num(error, nan=np.inf, posinf=np.inf) / allowed
+        error = np.abs(actual - expected)
+        if not np.isfinite(error.max()):
+            # NaN and infinity on both sides are equal, on one side an error without bound.
+            error = np.where((expected == actual) | (np.isnan(expected) & np.isnan(actual)), 0.0, error)
+            error = np.nan_to_num(error, nan=np.inf, posinf=np.inf)
+        error /= allowed
     wrong = error > 0
     bins = binned(error[wrong])
     levels = magnitude(expected)[wrong]
-    table = np.zeros((MAGNITUDES, len(ERRORS) + 1), np.int64)
-    np.add.at(table, (levels, bins), 1)
+    counts = np.bincount(levels * (len(ERRORS) + 1) + bins, minlength=MAGNITUDES * (len(ERRORS) + 1))
+    table = counts.reshape(MAGNITUDES, len(ERRORS) + 1)
     axes, cells = cells_of(error)
     return Picture(
         output,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.faults import Cause, Difference, Isolated, Isolation
+from parity.evidence.hypotheses.integers import wrapped
 from parity.evidence.hypotheses.suspect import Suspect, Values
 from parity.evidence.isolation import Isolator
 from parity.evidence.judging import torch_again
@@ -43,6 +44,8 @@ class PrecisionIsolator(Isolator):
             worst = max(worst, ratio)
             if ratio > 1:
                 found.append(described(place, trial, oracle[place], result, ratio))
+        found += wrapped_places(trial)
+        worst = max([worst, *(difference.ratio for difference in found)])
         return tuple(sorted(found, key=lambda d: -d.ratio)), worst
 
     def measured(self, actual: Any, runs: list[Any], oracle: Any) -> Precision:
@@ -69,6 +72,22 @@ def in_float64(trial: Trial, subject: Subject) -> Values:
     replies = {name: [widened(reply) for reply in answers] for name, answers in trial.replies.items()}
     one = trial.torch
     return torch_again(trial, subject, args=widened(one.args), kwargs=widened(dict(one.kwargs)), replies=replies)
+
+
+def wrapped_places(trial: Trial) -> list[Difference]:
+    """The whole numbers that differ: in float64 runs jax has 64 bits for them too, as users run it 32."""
+    found = []
+    for place, mine in trial.expected.items():
+        theirs = trial.actual.get(place)
+        if not is_array(mine) or not is_array(theirs) or mine.shape != theirs.shape:
+            continue
+        if {mine.dtype.kind, theirs.dtype.kind} - set("iu") or np.array_equal(mine, theirs):
+            continue
+        wrong = mine != theirs
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        figures = (int(wrong.sum()), wrong.size, at, float(theirs[at]), float(mine[at]))
+        found.append(Difference(str(place), float("inf"), *figures))
+    return found
 
 
 def floating(array: np.ndarray) -> bool:
@@ -140,6 +159,7 @@ def losses(suspect: Suspect, isolator: PrecisionIsolator) -> Iterator[Loss]:
             if is_array(values.get(place)) and allowed.get(place)
         }
 
+    yield from overrun(suspect)
     for op in suspect.named("native_layer_norm"):
         edits = {op.number: ("norm", {"way": "fast variance"})}
         text = "E[x^2] - E[x]^2 is computed in place of E[(x - E[x])^2]"
@@ -150,6 +170,18 @@ def losses(suspect: Suspect, isolator: PrecisionIsolator) -> Iterator[Loss]:
                 edits = {op.number: ("rounded", {"dtype": dtype, "where": where}) for op in ops}
                 change = "set precision='highest'" if dtype == "tf32" else f"leave out the cast to {dtype}"
                 yield Loss("precision", f"{name}: {where} in {said}", change, lambda e=edits: with_edits(e))
+
+
+def overrun(suspect: Suspect) -> Iterator[Loss]:
+    """Whole numbers beyond 32 bits, which jax has only if it is told to."""
+
+    def left(values: Callable[[], Values]) -> Mapping[Place, float]:
+        found = values()
+        wide_places = [p for p in suspect.differing if is_array(found.get(p)) and found[p].dtype.kind in "iu"]
+        return {p: 0.0 if np.array_equal(found[p], suspect.trial.actual[p]) else float("inf") for p in wide_places}
+
+    for variant in wrapped(suspect):
+        yield Loss("whole numbers", variant.what, variant.change, lambda v=variant: left(v.values))
 
 
 def cut_at(suspect: Suspect, names: tuple[str, ...]) -> Iterator[tuple[list[Any], str]]:

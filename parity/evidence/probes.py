@@ -1,6 +1,7 @@
 """Numbers that make a wiring fault visible bit for bit: few significant bits, saturated scores."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,4 +62,4 @@ def probe_call(call: Call, bits: Mapping[str, int], seed: int) -> Call:
         assert isinstance(value, np.ndarray)
         return dyadic(value.shape, bits[path], rng).astype(np.float32)
 
-    return Call(mapped(replaced, call.args, "args"), mapped(replaced, dict(call.kwargs), "kwargs"), call.castable)
+    return replace(call, args=mapped(replaced, call.args, "args"), kwargs=mapped(replaced, dict(call.kwargs), "kwargs"))

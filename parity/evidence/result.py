@@ -189,9 +189,9 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self, leave_out=("isolate",))
+        return document("trace", self)
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,12 @@ class Report:
 
         return report_text(self)
 
+    def text(self, environment: bool = False) -> str:
+        """The report in words; with versions, devices and settings below it where they are asked for."""
+        from parity.report.environment import fact_lines
+
+        return "\n".join([str(self), *(["", *fact_lines(self.environment)] if environment else [])])
+
     def _repr_html_(self) -> str | None:
         from parity.report.html import fragment
 
@@ -304,9 +310,16 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return {**as_data(self), "verdict": self.verdict}
+        return document("report", self)
+
+    def for_machines(self) -> dict[str, Any]:
+        """What scripts need besides the fields: the verdict in one word and in one line, and every sentence with its code."""
+        from parity.report.data import hints
+        from parity.report.text import headline
+
+        return {"verdict": self.verdict, "headline": headline(self), "hints": hints(self)}
 
 
 @dataclass(frozen=True)
@@ -377,6 +390,6 @@ class Diff:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("diff", self)

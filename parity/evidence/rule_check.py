@@ -56,9 +56,9 @@ class RuleCheck:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("rule check", self)
 
 
 def check_rule(

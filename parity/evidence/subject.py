@@ -4,6 +4,7 @@ import copy
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -13,16 +14,19 @@ import numpy as np
 from parity.errors import InputError, first_line, listed
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.input_sets import one_call
-from parity.evidence.numerics import UNIT, finite_scale, jittered, wide
+from parity.evidence.numerics import UNIT, Noise, alike, finite_scale, jittered, largest_gap, noise_of, wide
 from parity.evidence.padding import Padding
 from parity.evidence.repeatability import refuse_flax, refuse_torch
 from parity.evidence.trees import flatten, mapped
-from parity.frameworks import describe, load, owner
+from parity.frameworks import describe, imported, load, owner
+from parity.linen import Linen
 from parity.weights.pairing import Pairing, pair
 
 # Torch runs on jittered numbers beside the plain one: with a single run instead of five the
 # precision rule gave 2 false alarms in 2,016 clean trials, with five none.
 JITTERED_RUNS = 4
+# How often a model that draws random numbers is run again: what it draws may seldom matter.
+DRAWN_RUNS = 8
 # By this part of the largest of them inputs are moved where a tie or a kink is to be left.
 MOVED = 2.0**-8
 
@@ -47,6 +51,14 @@ class Subject:
     Raises:
         InputError: a model or an argument cannot be compared as it stands; all reasons at once.
     """
+
+    # The sides that are read from a bundle.
+    recorded: frozenset[str] = frozenset()
+    # Whether only some values of what modules took and returned are known.
+    sampled = False
+    # The rooms of the two sides; a bundle stands for one that was recorded.
+    torch: Any
+    flax: Any
 
     def __init__(
         self,
@@ -77,6 +89,8 @@ class Subject:
         self.native_gradients, self.pins_checked = gradients and native_gradients, pins_checked
         # Why one side runs forwards but not backwards, by its name.
         self.not_differentiable: dict[str, str] = {}
+        # Why a level cannot be climbed, by its name.
+        self.unavailable: dict[str, str] = {}
         # What does not fit between the drops of both, one sentence each; None if they are not to drop.
         self.dropping: list[str] | None = None
         self.call = as_call(torch_model, args, kwargs)
@@ -122,10 +136,13 @@ class Subject:
     def torch_native(self) -> Evaluation:
         """Torch as the user runs it."""
         with self.torch.pinned():
+            before = self.torch.random_state()
             run = self.torch.evaluate(self.torch_model, self.call)
-            # Without gradients both times: some layers run other kernels where gradients are wanted.
-            again = self.torch.evaluate(self.torch_model, self.call)
-        refuse_torch(self.torch, self.torch_model, self.call, run, again)
+            drawn = self.torch.random_state() != before
+            # Without gradients each time: some layers run other kernels where gradients are wanted.
+            again = [self.torch.evaluate(self.torch_model, self.call) for _ in range(DRAWN_RUNS if drawn else 1)]
+        for other in again:
+            refuse_torch(self.torch, self.torch_model, self.call, run, other)
         refuse_complex(run)
         self.padding.check(run)
         return self.padding.seen(self.with_gradients(run) if self.gradients else run)
@@ -257,6 +274,32 @@ class Subject:
         """The same in float64: how well float64 knows the result."""
         return [self.torch_jittered(number, "float64", shake=True) for number in range(JITTERED_RUNS)]
 
+    # --- how far torch's own runs are apart ----------------------------------------------------
+
+    def noise(self, stage: str, kind: str, path: str) -> Noise:
+        """How far torch's runs of one stage are from the oracle in one array.
+
+        The stages are `ensemble`, `shaken`, `elementary` and `elementary_more`, in the order in which they are asked.
+        Outputs are looked at in the parts that `alike` tells apart outside of padding, gradients whole.
+        """
+        oracle = wide(getattr(self.torch_wide, kind)[path])
+        [seen] = self.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
+        runs = [getattr(run, kind)[path][seen] for run in getattr(self, stage)]
+        return noise_of(runs, oracle[seen], alike(oracle[seen]) if kind == "outputs" else [...])
+
+    def wide_noise(self, kind: str, path: str) -> list[float]:
+        """How far torch's shaken float64 runs are from the oracle in one array, part by part."""
+        oracle = wide(getattr(self.torch_wide, kind)[path])
+        parts = self.padding.parts(path, oracle.shape, alike(oracle)) if kind == "outputs" else [...]
+        runs = [getattr(run, kind)[path] for run in self.shaken_wide]
+        return [max(largest_gap(run[part], oracle[part]) for run in runs) for part in parts]
+
+    def unsettled(self, side: str, path: str) -> np.ndarray:
+        """Where whole numbers that torch returns become others when roundings do; `side` is `wide` or `native`."""
+        runs = self.shaken_wide if side == "wide" else [*self.ensemble, *self.shaken]
+        plain = getattr(self, f"torch_{side}").outputs[path]
+        return np.logical_or.reduce([run.outputs[path] != plain for run in runs])
+
     def torch_jittered(self, number: int, dtype: str | None, *, shake: bool = False) -> Evaluation:
         """Torch on parameters and inputs that are moved by at most half an ulp of the dtype; results too if asked."""
         rng = np.random.default_rng([self.seed, 4, number])
@@ -386,18 +429,23 @@ def changed(call: Call, change: Callable[[str, np.ndarray], np.ndarray]) -> Call
     def apply(path: str, value: Any) -> Any:
         return change(path, value) if path in call.castable else value
 
-    return Call(mapped(apply, call.args, "args"), mapped(apply, dict(call.kwargs), "kwargs"), call.castable)
+    return replace(call, args=mapped(apply, call.args, "args"), kwargs=mapped(apply, dict(call.kwargs), "kwargs"))
 
 
-def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def as_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Arguments of any framework as NumPy, told apart into values and masks.
+
+    Args:
+        model: whose arguments they are; their names tell which are masks.
+        args: positional arguments.
+        kwargs: keyword arguments.
 
     Raises:
         InputError: an array holds no values.
     """
 
     def plain(path: str, value: Any) -> Any:
-        for room in (load("torch"), load("nnx")):
+        for room in imported():
             if room.is_array(value):
                 try:
                     # A copy: a model that writes into its input must not change the caller's.
@@ -407,26 +455,33 @@ def as_call(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         return np.array(value) if isinstance(value, np.ndarray) else value
 
     new_args, new_kwargs = mapped(plain, tuple(args), "args"), mapped(plain, dict(kwargs), "kwargs")
-    masks = mask_paths(torch_model, args, kwargs)
-    call = Call(new_args, new_kwargs)
-    values = [
-        path for path, array in arrays_of(call) if "float" in str(array.dtype) and not any(path.startswith(m) for m in masks)
-    ]
-    return Call(new_args, new_kwargs, frozenset(values))
+    masks = tuple(mask_paths(model, args, kwargs))
+    call = Call(new_args, new_kwargs, masks=masks)
+    floats = frozenset(path for path, array in arrays_of(call) if "float" in str(array.dtype))
+    values = frozenset(path for path in floats if not path.startswith(masks))
+    return replace(call, castable=values, added=floats - values)
 
 
 def plain_masks(given: Any) -> Any:
     """A padding mask of any framework, or several by path, as NumPy."""
     if isinstance(given, Mapping):
         return {path: plain_masks(mask) for path, mask in given.items()}
-    return next((room.to_numpy(given) for room in (load("torch"), load("nnx")) if room.is_array(given)), given)
+    return next((room.to_numpy(given) for room in imported() if room.is_array(given)), given)
 
 
-def mask_paths(torch_model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Paths of the arguments that torch's forward calls a mask: they are switches, not values."""
+def called(model: Any) -> Any:
+    """The function that a model is."""
+    if isinstance(model, Linen):
+        named = model.method or "__call__"
+        return getattr(model.module, named if isinstance(named, str) else named.__name__)
+    return model.forward if hasattr(model, "forward") else model.__call__
+
+
+def mask_paths(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Paths of the arguments that a model calls a mask: they are switches, not values."""
     try:
-        names = list(inspect.signature(torch_model.forward).parameters)
-    except (TypeError, ValueError):
+        names = list(inspect.signature(called(model)).parameters)
+    except (AttributeError, TypeError, ValueError):
         names = []
     found = [f"args[{i}]" for i, name in enumerate(names[: len(args)]) if "mask" in name.lower()]
     return found + [f"kwargs[{name!r}]" for name in kwargs if "mask" in name.lower()]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from parity.errors import InputError, first_line
+from parity.errors import InputError, NotRecordedError, first_line
 from parity.evidence.calls import Captured
 from parity.evidence.conventions import USUAL, Convention, convention
 from parity.evidence.judging import in_parts
@@ -24,6 +24,8 @@ from parity.evidence.operations import isolated
 from parity.evidence.partners import known_names
 from parity.evidence.pictures import Picture, picture
 from parity.evidence.result import Divergence, Step, Trace
+from parity.evidence.sampling import Sample, at_same_places, shape_of
+from parity.evidence.shelf import Shelf
 from parity.evidence.subject import Subject
 from parity.evidence.trial import broadcasts_alike, is_array
 from parity.weights.paths import Rename
@@ -67,30 +69,34 @@ def trace(
 
 def trace_subject(subject: Subject) -> Trace:
     """`trace` for models that are already checked."""
+    shelf = Shelf()
     try:
         with subject.torch.pinned():
-            _, plain = subject.torch.capture(subject.torch_model, subject.call)
-            _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64")
+            _, plain = subject.torch.capture(subject.torch_model, subject.call, keep=shelf.put)
+            _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64", keep=shelf.put)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
     try:
-        actual = flax_modules(subject)
+        actual = flax_modules(subject, shelf)
+    except NotRecordedError:
+        raise
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
-    expected, plain, actual = (subject.padding.modules(records) for records in (expected, plain, actual))
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
-    actual = in_torchs_order(subject, expected, shared_names(subject, actual, wanted))
-    steps, unpaired = paired(expected, plain, actual, renames)
+    actual = shared_names(subject, actual, wanted)
+    steps, unpaired = paired(expected, plain, actual, renames, Desk(subject))
     return Trace(settled(steps), unpaired)
 
 
-def flax_modules(subject: Subject) -> list[Captured]:
+def flax_modules(subject: Subject, shelf: Shelf) -> list[Captured]:
     """What every module returned; of the model alone where modules run inside a transformation of jax."""
     try:
-        return subject.flax.capture(subject.flax_model, subject.call, dtype="float64")[1]
+        return subject.flax.capture(subject.flax_model, subject.call, dtype="float64", keep=shelf.put)[1]
+    except NotRecordedError:
+        raise
     except Exception:
         run = subject.flax.evaluate(subject.flax_model, subject.call, dtype="float64", quick=True)
         return [Captured("", 0, run.outputs)]
@@ -102,19 +108,26 @@ def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> 
     return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
 
 
-def in_torchs_order(subject: Subject, expected: list[Captured], actual: list[Captured]) -> list[Captured]:
-    """The same, with what layers take and return laid out as torch lays it, where the ledger tells how it is in Flax."""
-    torch_layers = {subject.pairing.renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
-    flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
-    returned = {(subject.pairing.renames.apply(c.path)[0], c.call): c.outputs for c in expected}
-    found = []
-    for one in actual:
-        mine, theirs = torch_layers.get(one.path), flax_layers.get(one.path)
+class Desk:
+    """Lays what one pair of calls recorded side by side; only there its arrays are in memory."""
+
+    def __init__(self, subject: Subject):
+        self.blank = subject.padding.modules
+        renames = subject.pairing.renames
+        self.torch_layers = {renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
+        self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+
+    def lay(self, *records: Captured, inputs: bool = False) -> tuple[Captured, Captured, Captured]:
+        """Torch's call, its run in the models' dtype, and Flax's, as they are compared: padding blank, axes as in torch."""
+        mine, own, theirs = self.blank([one.taken(inputs=inputs) for one in records])
+        return mine, own, self.in_torchs_order(theirs, mine.outputs)
+
+    def in_torchs_order(self, one: Captured, returned: Mapping[str, Any]) -> Captured:
+        """What a layer takes and returns laid out as torch lays it, where the ledger tells how it is in Flax."""
+        mine, theirs = self.torch_layers.get(one.path), self.flax_layers.get(one.path)
         # The models themselves are given the same by the caller.
         rule = convention(mine, theirs) if one.path and mine and theirs else None
-        known = returned.get((one.path, one.call), {})
-        found.append(laid_out(one, rule, known) if rule else replace(one, outputs=in_shape(one, known)))
-    return found
+        return laid_out(one, rule, returned) if rule else replace(one, outputs=in_shape(one, returned))
 
 
 def in_shape(one: Captured, returned: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,20 +135,21 @@ def in_shape(one: Captured, returned: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(one.outputs)
     for path, theirs in one.outputs.items():
         mine = returned.get(path)
-        if not one.path or not is_array(mine) or not is_array(theirs) or mine.ndim != theirs.ndim:
+        if not one.path or not is_array(mine) or not is_array(theirs) or len(shape_of(mine)) != len(shape_of(theirs)):
             continue
         # As many channels as steps: only the values show which axis is which.
-        if mine.shape == theirs.shape and alike_in_shape(theirs, mine):
+        if shape_of(mine) == shape_of(theirs) and alike_in_shape(theirs, mine):
             continue
-        turned = [back for axes in USUAL if (back := axes.to_torch(theirs)).shape == mine.shape]
+        turned = [back for axes in USUAL if shape_of(back := axes.to_torch(theirs)) == shape_of(mine)]
         found[path] = next((back for back in turned if alike_in_shape(back, mine)), theirs)
     return found
 
 
 def alike_in_shape(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays are plainly the same values, but for a fault."""
-    both = np.isfinite(in_parts(a)) & np.isfinite(in_parts(b))
-    x, y = in_parts(a)[both], in_parts(b)[both]
+    x, y = map(in_parts, at_same_places(a, b))
+    both = np.isfinite(x) & np.isfinite(y)
+    x, y = x[both], y[both]
     size = float(np.linalg.norm(x) * np.linalg.norm(y))
     return size > 0 and float(x @ y) > ALIKE * size
 
@@ -155,7 +169,7 @@ def laid_out(one: Captured, rule: Convention, returned: Mapping[str, Any]) -> Ca
 
 
 def paired(
-    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename
+    expected: list[Captured], plain: list[Captured], actual: list[Captured], rename: Rename, desk: Desk
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """Steps in torch's order, and what has no counterpart on the other side."""
     noise = {(c.path, c.call): c for c in plain}
@@ -175,19 +189,23 @@ def paired(
             continue
         if other is None and their_calls[path]:
             continue
+        if other is None and mine.passes_on:
+            continue
         if other is None or (mine.path, mine.call) not in noise:
             unpaired.append(f"{mine.path or 'the model'} (torch only)" + (f", call {mine.call + 1}" if mine.call else ""))
             between.append(mine.path)
             continue
         own = noise[(mine.path, mine.call)]
-        step = compare_step(mine, own, other, last)
+        step = compare_step(*desk.lay(mine, own, other), last)
         if step.divergence:
-            told = replace(step.divergence, inputs=inputs_agree(mine, own, other), between=tuple(between))
+            same = inputs_agree(*desk.lay(mine, own, other, inputs=True))
+            told = replace(step.divergence, inputs=same, between=tuple(between))
             step = replace(step, divergence=told)
         steps.append(step)
         if step.agrees:
             last, between = mine.path, []
-    unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in theirs]
+    alone = [key for key, c in theirs.items() if not c.passes_on]
+    unpaired += [f"{path} (flax only)" + (f", call {call + 1}" if call else "") for path, call in alone]
     return tuple(steps), tuple(dict.fromkeys(unpaired))
 
 
@@ -227,6 +245,9 @@ def pictured(name: str, expected: Captured, plain: Captured, actual: Captured) -
     mine, theirs, own = (c.outputs.get(name) for c in (expected, actual, plain))
     if not is_array(mine) or not is_array(theirs) or not is_array(own) or not mine.shape == theirs.shape == own.shape:
         return []
+    # Of some values there is no picture.
+    if any(isinstance(one, Sample) for one in (mine, theirs)):
+        return []
     parts = [in_parts(array) for array in (mine, theirs, own)]
     if not parts[0].shape == parts[1].shape == parts[2].shape:
         return []
@@ -262,9 +283,9 @@ def compare_output(
         if isinstance(mine, np.ndarray) != isinstance(theirs, np.ndarray) or mine != theirs:
             return reason(f"expected (torch) {summary(mine)}, actual (flax) {summary(theirs)}")
         return None, 0.0
-    if mine.shape != theirs.shape:
-        return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")
-    a, b, own = in_parts(theirs), in_parts(mine), in_parts(plain.outputs[name])
+    if shape_of(mine) != shape_of(theirs):
+        return reason(f"expected (torch) shape {shape_of(mine)}, actual (flax) {shape_of(theirs)}")
+    a, b, own = judged_values(theirs, mine, plain.outputs[name])
     if a.shape != b.shape:
         return reason(f"expected (torch) {mine.dtype}, actual (flax) {theirs.dtype}")
     if not same_specials(a, b).all():
@@ -283,16 +304,32 @@ def compare_output(
     differing = int((gap > result.bound).sum())
     found = Divergence(
         *(expected.path, expected.call, name, last, differing, a.size, result.ratio),
-        *(at, float(a[at]), float(b[at]), float(gap[at]), "", largest_gap(a, b)),
+        *(spot(mine, theirs, at), float(a[at]), float(b[at]), float(gap[at]), "", largest_gap(a, b)),
     )
     return found, result.ratio
+
+
+def spot(mine: np.ndarray, theirs: np.ndarray, at: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a value stands, in the whole array if one side is a sample of it."""
+    kept = next((one for one in (mine, theirs) if isinstance(one, Sample)), None)
+    return at if kept is None else tuple(int(i) for i in np.unravel_index(int(kept.at[at[0]]), kept.whole))
+
+
+def judged_values(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values of one place in float64, all of them or those that a recording keeps."""
+    theirs, mine = at_same_places(actual, expected)
+    noise, _ = at_same_places(plain, actual if isinstance(actual, Sample) else expected)
+    return in_parts(theirs), in_parts(mine), in_parts(noise)
 
 
 def inputs_agree(expected: Captured, plain: Captured, actual: Captured) -> Literal["agree", "differ", ""]:
     """Whether a module is given the same on both sides; '' if nothing it is given can be compared."""
     common = [n for n in expected.inputs if n in actual.inputs and n in plain.inputs]
-    pairs = [(in_parts(actual.inputs[n]), in_parts(expected.inputs[n]), in_parts(plain.inputs[n])) for n in common]
-    if not pairs or any(a.shape != b.shape or b.shape != own.shape for a, b, own in pairs):
+    arrays = [(actual.inputs[n], expected.inputs[n], plain.inputs[n]) for n in common]
+    if not arrays or any(shape_of(a) != shape_of(b) for a, b, _ in arrays):
+        return ""
+    pairs = [judged_values(*one) for one in arrays]
+    if any(a.shape != b.shape or b.shape != own.shape for a, b, own in pairs):
         return ""
     same = (same_specials(a, b).all() and largest_gap(a, b) <= semantics_bound(own, b) for a, b, own in pairs)
     return "agree" if all(same) else "differ"

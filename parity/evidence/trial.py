@@ -10,6 +10,7 @@ from parity.evidence.calls import ModuleCall
 from parity.evidence.conventions import AS_IN_TORCH, MASK, Axes, Convention
 from parity.evidence.numerics import finite_scale, largest_gap
 from parity.evidence.partners import Partner
+from parity.evidence.sampling import Sample
 from parity.evidence.trees import flatten, mapped
 
 # What can be given to a module beside arrays and be compared.
@@ -58,7 +59,7 @@ class Trial:
         free: children that ran for themselves, with the reason.
         note: what a reader must know.
         error: what Flax raised.
-        bounds: what rounding explains at each place.
+        bounds: what rounding explains at each place, value by value.
         child_rules: how the modules below are called, by torch path.
     """
 
@@ -76,13 +77,15 @@ class Trial:
     free: tuple[str, ...] = ()
     note: str = ""
     error: str = ""
-    bounds: dict[Place, float] = field(default_factory=dict)
+    bounds: dict[Place, np.ndarray] = field(default_factory=dict)
     child_rules: dict[str, Convention | None] = field(default_factory=dict)
 
 
 def broadcasts_alike(mine: Any, theirs: Any) -> bool:
     """Whether two arrays differ in leading axes of length one alone, which every sum and product broadcasts away."""
     if not is_array(mine) or not is_array(theirs) or mine.shape == theirs.shape:
+        return False
+    if isinstance(mine, Sample) or isinstance(theirs, Sample):
         return False
     short, long = sorted((mine.shape, theirs.shape), key=len)
     return (1,) * (len(long) - len(short)) + short == long

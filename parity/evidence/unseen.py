@@ -1,12 +1,13 @@
 """What outputs and gradients cannot show of a pair: parameters that nothing depends on, ties, denormal numbers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from parity.evidence.notes import Note
-from parity.evidence.numerics import finite_scale, largest_gap, precision, wide
+from parity.evidence.numerics import Noise, alike, finite_scale, largest_gap, noise_of, precision, wide
 from parity.evidence.subject import Subject
 
 # A gradient that much smaller than those beside it is zero in exact arithmetic, and so is a change of an output.
@@ -36,6 +37,15 @@ def unseen_parameters(subject: Subject) -> list[Note]:
         text = f"the gradient is zero on these inputs, though the outputs depend on: {shown(still)}"
         notes.append(Note("zero-gradients", "", text, {"paths": still}))
     return notes
+
+
+def unreached(subject: Subject) -> list[Note]:
+    """Bounds of an activation, such as the 6 of relu6, beyond which none of its values lies."""
+    bounds = [f"{bound:g} of {name}" for (name, bound), reached in subject.watched_kinks.bounds.items() if not reached]
+    if not bounds:
+        return []
+    text = f"no value goes beyond the bound {shown(bounds)}: whether Flax has it does not show; give larger inputs"
+    return [Note("bound-unreached", "", text, {"bounds": bounds})]
 
 
 def shown(names: Sequence[str]) -> str:
@@ -90,17 +100,15 @@ def is_denormal(array: np.ndarray) -> np.ndarray:
     return (np.abs(array) < smallest) & (array != 0)
 
 
-def explained_by_flushing(
-    subject: Subject, path: str, actual: np.ndarray, runs: list[np.ndarray], oracle: np.ndarray, seen: object
-) -> str:
+def explained_by_flushing(subject: Subject, path: str, actual: np.ndarray, noise: Noise, oracle: np.ndarray, seen: Any) -> str:
     """The end of a sentence about an imprecise output, if it is precise once torch flushes denormal numbers too."""
     with subject.torch.pinned(), subject.torch.flushing() as possible:
         if not possible:
             return ""
         other = subject.torch.evaluate(subject.torch_model, subject.call).outputs[path][seen]
-    if np.array_equal(other, runs[0], equal_nan=True):
+    if np.array_equal(other, subject.torch_native.outputs[path][seen], equal_nan=True):
         return ""
-    result = precision(actual, [*runs, other], oracle, subject.dtype)
+    result = precision(actual, noise.joined(noise_of([other], oracle, alike(oracle))), oracle, subject.dtype)
     if not result.passed:
         return ""
     return (
@@ -111,12 +119,8 @@ def explained_by_flushing(
 
 def undecided_integers(subject: Subject, path: str, wrong: np.ndarray, dtype: str | None) -> np.ndarray:
     """Where whole numbers that differ hang on a tie: torch's own change there, or it is gone on inputs without ties."""
-    runs = subject.shaken_wide if dtype == "float64" else [*subject.ensemble, *subject.shaken]
     side = "wide" if dtype == "float64" else "native"
-    plain = getattr(subject, f"torch_{side}").outputs[path]
-    moved = np.zeros(wrong.shape, bool)
-    for run in runs:
-        moved |= run.outputs[path] != plain
+    moved = subject.unsettled(side, path)
     if (wrong & ~moved).any() and subject.ties:
         mine, theirs = (getattr(subject.off_ties, f"{name}_{side}").outputs.get(path) for name in ("torch", "flax"))
         if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs):

@@ -8,7 +8,7 @@ import numpy as np
 
 from parity.errors import first_line
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.numerics import same_bits, wide
+from parity.evidence.numerics import comparable, same_bits, wide
 from parity.evidence.padding import NOWHERE, Padding
 from parity.evidence.probes import BITS, SATURATION, probe_call, probe_weights
 from parity.evidence.result import Finding, LevelResult
@@ -43,7 +43,7 @@ def wiring(subject: Subject) -> LevelResult:
     if subject.pairing.problems:
         return LevelResult("wiring", "not run", "needs every weight paired: see the level weights")
     try:
-        probe, why = find_probe(subject)
+        probe, why = find_probe(subject, {} if subject.recorded else LEARNT)
     except Exception as error:
         return LevelResult("wiring", "not run", f"the torch model does not run on probes: {first_line(error)}")
     if probe is None:
@@ -77,7 +77,7 @@ def compare_bits(probe: Probe, flax32: Evaluation, padding: Padding = NOWHERE) -
             return LevelResult("wiring", "not applicable", f"{where}: torch's own float32 is not exact on these numbers")
         proved_count, total = proved_count + int(proved.sum()), total + int(shown.sum())
         actual = flax32.outputs.get(path)
-        if not isinstance(actual, np.ndarray) or actual.shape != expected.shape:
+        if not comparable(actual, expected):
             findings.append(Finding(where, "cannot be compared: see the level structure"))
             continue
         # Also where no value is proved, NaN on one side only is a difference.
@@ -101,11 +101,16 @@ def proved_places(proof: np.ndarray, plain: np.ndarray) -> np.ndarray:
     return ~np.isnan(wide(proof)) | np.isnan(wide(plain))
 
 
-def find_probe(subject: Subject) -> tuple[Probe | None, str]:
-    """The widest numbers on which the torch model is proved exact, or the operation that prevents a proof."""
-    search = Search(subject)
+def find_probe(subject: Subject, learnt: dict[Hashable, Any]) -> tuple[Probe | None, str]:
+    """The widest numbers on which the torch model is proved exact, or the operation that prevents a proof.
+
+    Args:
+        subject: of which torch's side is asked alone.
+        learnt: what served before, and what this search adds.
+    """
+    search = Search(subject, learnt)
     # What served a model of the same class and shapes before is tried first: it does not depend on the numbers.
-    best, search.few, scaled = LEARNT.get(search.key, (BITS[0], set(), set()))
+    best, search.few, scaled = learnt.get(search.key, (BITS[0], set(), set()))
     for bits in BITS[BITS.index(best) :]:
         probe = search.at(bits, scaled if bits == best else set())
         if probe or search.hopeless:
@@ -114,7 +119,7 @@ def find_probe(subject: Subject) -> tuple[Probe | None, str]:
 
 
 # For each class and shapes: bits, inputs that feed scores, and what had to be scaled.
-LEARNT: dict[Hashable, tuple[int, set[str], set[str]]] = {}
+LEARNT: dict[Hashable, Any] = {}
 
 
 class Search:
@@ -127,8 +132,8 @@ class Search:
         hopeless: whether no other numbers could help.
     """
 
-    def __init__(self, subject: Subject):
-        self.subject = subject
+    def __init__(self, subject: Subject, learnt: dict[Hashable, Any]):
+        self.subject, self.learnt = subject, learnt
         paired = {p.source.array_path for p in subject.pairing.pairs}
         self.leaves = [leaf for leaf in subject.torch.leaves(subject.torch_model) if leaf.path in paired]
         shapes = [(leaf.path, leaf.shape) for leaf in self.leaves] + [(p, a.shape) for p, a in subject.values()]
@@ -154,7 +159,7 @@ class Search:
                     )
                 shares = [proved_places(run.outputs[path], array).mean() for path, array in arrays(plain) if array.size]
                 if shares and float(np.mean(shares)) >= ENOUGH:
-                    LEARNT[self.key] = (bits, set(self.few), scaled)
+                    self.learnt[self.key] = (bits, set(self.few), scaled)
                     return Probe(weights, call, run.outputs, plain, bits)
             if not fresh and not unsaturated:
                 return None

@@ -46,6 +46,11 @@ def load(room: str) -> ModuleType:
     return importlib.import_module(f"parity.frameworks.{room}")
 
 
+def imported() -> list[ModuleType]:
+    """The rooms whose arrays can be at hand: a framework that nobody has imported has made none."""
+    return [load(room) for room, package in (("torch", "torch"), ("nnx", "jax")) if package in sys.modules]
+
+
 def owner(value: Any) -> ModuleType | None:
     """The room whose models or trees `value` is one of.
 
@@ -67,7 +72,8 @@ def owner_of(value: Any, role: str) -> ModuleType:
     if found is None:
         raise InputError(
             f"{role} must be a torch.nn.Module, a state_dict, a flax.nnx.Module or an nnx.State, a parity.Linen "
-            f"or its variables, or the path of a checkpoint, got {describe(value)}"
+            f"or its variables, or the path of a checkpoint, got {describe(value)}",
+            "no-model",
         )
     return found
 

@@ -15,7 +15,7 @@ from parity.errors import InputError
 from parity.report import text
 from parity.report.data import as_data
 from parity.report.modules import Node, module_tree
-from parity.report.plan import how, sentences, sums
+from parity.report.plan import coded_sentences, how, sums
 from parity.weights.files import beside
 
 if TYPE_CHECKING:
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from parity.evidence.pictures import Picture
     from parity.evidence.result import Diff, Report, Step, Trace
     from parity.suite import CaseResult, SuiteResult
+    from parity.training.outcome import Training
     from parity.weights.transfer import Transfer
 
 PAGE = Path(__file__).parent / "page"
+# More than there are of anything: on a page nothing is left out.
+EVERY = 10**9
 # The bar of a module spans these powers of ten of an error over what rounding explains.
 LEAST, MOST = -4.0, 12.0
 
@@ -75,12 +78,19 @@ def html_ready(path: str | os.PathLike[str]) -> None:
             f"a page needs {' and '.join(missing)}, which {'is' if one else 'are'} not installed: "
             "pip install 'torch-flax-parity[report]'"
         )
+    folder = path.absolute().parent
     if path.is_dir():
         problems.append(f"{path} is a folder; give the name of a file in it, such as {path / 'report.html'}")
-    elif not path.absolute().parent.is_dir():
+    elif path.exists() and not path.is_file():
+        problems.append(f"{path} is no file that a page could replace; give the name of one")
+    elif folder.exists() and not folder.is_dir():
+        problems.append(f"{path.parent} is a file, not a folder; give a page another place")
+    elif not folder.is_dir():
         problems.append(f"there is no folder {path.parent}; make it first")
+    elif not os.access(folder, os.W_OK):
+        problems.append(f"nothing may be written into {path.parent}; give a page another place")
     if problems:
-        raise InputError("; ".join(problems))
+        raise InputError("; ".join(problems), "missing-package" if missing else "file-unwritable")
 
 
 def report_page(report: "Report", title: str = "") -> str:
@@ -186,12 +196,39 @@ def report_view(report: "Report") -> dict[str, Any]:
         "next": next_step(report),
         "tree": node_view(tree) if tree else None,
         "modules": sum(1 for _ in tree.walk()) if tree else 0,
+        "sets": [*(line.strip() for line in text.set_lines(report)), *filter(None, [text.modules_agree(report)])],
         "unpaired": list(report.trace.unpaired) if report.trace else [],
+        "backward": [line.strip() for line in text.backward_lines(report.backward, EVERY)] if report.backward else [],
+        "training": training_view(report.training) if report.training else None,
         "plan": plan_view(report.transfer) if report.transfer else None,
         "environment": dict(report.environment),
+        "warnings": [as_data(one) for one in getattr(report.environment, "warnings", ())],
         "seed": report.seed,
-        "notes": [str(note) for note in report.notes],
-        "drawn": drawings(report, tree) if tree else None,
+        "notes": text.notes_of(report),
+        "drawn": {**drawings(report, tree), **training_drawing(report.training)},
+    }
+
+
+def training_view(training: "Training") -> dict[str, Any]:
+    """The verdict on a training, and its drift step by step, in the words and figures of the terminal."""
+    from parity.report.training import columns, row, training_text
+
+    return {
+        "lines": training_text(training).splitlines(),
+        "columns": columns(),
+        "rows": [row(drift).split() for drift in training.drift],
+    }
+
+
+def training_drawing(training: "Training | None") -> dict[str, Any]:
+    """What of a training is drawn: differences by step, and what counts as the same; nothing without steps."""
+    if training is None or not training.drift:
+        return {}
+    drift = [[one.step, finite(one.gradients), finite(one.values), finite(abs(one.loss_difference))] for one in training.drift]
+    losses = [finite(one.loss) for one in training.drift]
+    native = [[one.step, finite(one.ratio)] for one in training.native]
+    return {
+        "training": {"drift": drift, "loss": losses, "native": native, "allowed": training.allowed, "first": training.first}
     }
 
 
@@ -203,7 +240,7 @@ def proves(level: str) -> str:
 
 def next_step(report: "Report") -> str:
     """What to do, as the terminal has it; '' if there is nothing to do."""
-    return "" if report.passed else " ".join(text.next_lines(report)).strip().removeprefix("next: ")
+    return text.next_step(report) or ""
 
 
 def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
@@ -215,8 +252,7 @@ def fault_view(report: "Report", one: "Isolated") -> dict[str, Any]:
         "head": lines[0],
         "lines": [line.strip() for line in lines[1:]],
         "causes": [
-            {"name": c.hypothesis, "what": c.what, "change": c.change, "fall": text.fall(c), "complete": c.complete}
-            for c in causes
+            {"name": c.hypothesis, "what": c.what, "change": c.change, "fall": text.fall(c) + text.extent(c)} for c in causes
         ],
     }
 
@@ -272,18 +308,17 @@ def share(ratio: float | None) -> int:
 def plan_view(transfer: "Transfer") -> dict[str, Any]:
     """The rows of a transfer."""
     rows = [{"source": e.source, "target": e.target, "how": how(e)} for e in transfer.plan]
-    return {"rows": rows, "sentences": list(sentences(transfer)), "sums": sums(transfer), "problems": transfer.problems}
+    return {"rows": rows, "sentences": list(coded_sentences(transfer)), "sums": sums(transfer), "problems": transfer.problems}
 
 
 # --------------------------------------------------------------------------- numbers to draw
 
 
-def drawings(report: "Report", tree: Node) -> dict[str, Any] | None:
-    """What the page draws, by module; None if there are no pictures."""
-    assert report.trace is not None or tree is not None
+def drawings(report: "Report", tree: Node | None) -> dict[str, Any]:
+    """What the page draws of the modules; nothing where no module was looked at."""
     steps = report.trace.steps if report.trace else ()
-    if not steps:
-        return None
+    if not steps or tree is None:
+        return {}
     from parity.evidence.pictures import ERRORS
 
     return {

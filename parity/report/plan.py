@@ -1,8 +1,10 @@
 """A transfer in words: leaf by leaf, what stands in its way, and the sums."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
+
+from parity.said import Said, code_of
 
 if TYPE_CHECKING:
     from parity.weights.transfer import Entry, Transfer
@@ -19,7 +21,7 @@ def transfer_text(transfer: "Transfer", width: int | None = None) -> str:
         width: columns of the terminal; None leaves each leaf and each sentence on one line, as `grep` wants it.
     """
     lines = rows(transfer.plan, width)
-    for sentence in sentences(transfer):
+    for sentence in coded_sentences(transfer):
         lines += folded(sentence, width, "  ", "    ")
     if transfer.problems:
         found = len(transfer.problems)
@@ -51,20 +53,24 @@ def how(entry: "Entry") -> str:
     return f"{merged}{entry.layout}{' by name' if guessed else ''}, {entry.shape} {dtype}, {entry.bytes:,} bytes"
 
 
-def sentences(transfer: "Transfer") -> Iterator[str]:
+def coded_sentences(transfer: "Transfer") -> Iterator[Said]:
     """What a reader must know besides the table."""
-    yield from (f"left out: {path}" for path in transfer.ignored)
+
+    def each(code: str, sentences: Iterable[str]) -> Iterator[Said]:
+        return (Said(code, sentence) for sentence in sentences)
+
+    yield from each("left-out", (f"left out: {path}" for path in transfer.ignored))
     if transfer.random:
-        yield f"random state, and what runs leave behind, stays: {len(transfer.random)} arrays"
-    yield from (f"one array: {', '.join(names)}" for names in transfer.ties)
-    yield from (f"tie lost: {sentence}" for sentence in transfer.lost_ties)
-    yield from (f"setting: {sentence}" for sentence in transfer.settings)
-    yield from transfer.alone
-    yield from (f"note: {sentence}" for sentence in transfer.notes)
+        yield Said("random-state", f"random state, and what runs leave behind, stays: {len(transfer.random)} arrays")
+    yield from each("tied", (f"one array: {', '.join(names)}" for names in transfer.ties))
+    yield from each("tie-lost", (f"tie lost: {sentence}" for sentence in transfer.lost_ties))
+    yield from each("setting-differs", (f"setting: {sentence}" for sentence in transfer.settings))
+    yield from each("without-counterpart", transfer.alone)
+    yield from (Said(code_of(note, "transfer-note"), f"note: {note}") for note in transfer.notes)
     if transfer.verified:
-        yield "read back: bit-equal"
+        yield Said("read-back", "read back: bit-equal")
     if by_name := sum(entry.decided_by == "name" for entry in transfer.plan):
-        yield f"{by_name} layouts were decided by name, no layer type being known"
+        yield Said("by-name", f"{by_name} layouts were decided by name, no layer type being known")
 
 
 def sums(transfer: "Transfer") -> str:

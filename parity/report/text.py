@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from parity.said import Said, code_of
+
 if TYPE_CHECKING:
     from parity.evidence.faults import Cause, Diagnosis, FirstOperation, Isolated, Isolation, Spot
     from parity.evidence.result import ArrayDiff, Diff, Divergence, LevelResult, Report, Trace
@@ -11,19 +13,20 @@ if TYPE_CHECKING:
 SIGNS = {"passed": "ok", "failed": "FAILED", "not applicable": "n/a", "not run": "NOT RUN"}
 # Findings shown for each level; the rest is in to_dict().
 SHOWN = 3
-WIDTH = 60
 # Characters of a line of code.
 CODE = 80
 # What a report on a failure may take, and at how many characters its sentences are cut where it would take more.
 SCREEN, COLUMNS = 36, 80
 CUT = 2 * COLUMNS
 LAST = 2
+# Notes of a level that stand beside a verdict of agreement too.
+TOLD_ANYWAY = ("setting-left-out", "setting-made-good", "gradients-off-ties", "integers-on-ties")
 
 
 def report_text(report: "Report") -> str:
     """One line if all is well; else where the models part, how much, why, and what to do next, on one screen."""
     if report.passed:
-        notes = [*left_out(report), *report.notes]
+        notes = [*left_out(report), *notes_of(report)]
         return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in notes)])
     # As much of each section as fits; `to_dict` has all of it.
     faults = report.diagnosis.isolation.faults if report.diagnosis else ()
@@ -42,9 +45,16 @@ def report_text(report: "Report") -> str:
     return "\n".join([*lines[: SCREEN - LAST - 1], "  ...", *lines[-LAST:]] if len(lines) > SCREEN else lines)
 
 
+def notes_of(report: "Report") -> list[str]:
+    """What a reader must know although it decides nothing, and what may go wrong with versions and settings."""
+    doubts = [one for one in getattr(report.environment, "warnings", ()) if not one.proof]
+    return [*map(str, report.notes), *(f"{one.what}; to mend it: {one.do}" for one in doubts)]
+
+
 def left_out(report: "Report") -> list[str]:
-    """Settings that disagree and do not count, as the caller asked: agreement is not told without them."""
-    return [note for level in report.levels for note in level.notes if note.startswith("a setting is left out")]
+    """What agreement is not told without: settings that disagree and do not count, and ties that were gone round."""
+    notes = (note for level in report.levels for note in level.notes)
+    return list(dict.fromkeys(note for note in notes if code_of(note, "") in TOLD_ANYWAY))
 
 
 def rows(lines: Sequence[str]) -> int:
@@ -67,17 +77,24 @@ def failure_lines(report: "Report", shown: int, full: bool = True) -> list[str]:
         lines.append(unpaired_line(report.trace))
     lines += [""] if len(lines) > 1 else []
     lines += ladder_lines(report, shown)
-    if report.trace and not divergence and any(level.status == "failed" for level in report.levels):
-        compared = len(report.trace.steps)
-        lines.append(
-            f"  all {count(compared, 'module call')} that could be paired agree in float64: look at the levels that failed"
-        )
+    agree = modules_agree(report)
+    lines += [f"  {agree}"] if agree else []
     lines += why_lines(report.diagnosis, most, full) if report.diagnosis else []
     lines += backward_lines(report.backward, most) if report.backward else []
-    lines += [f"  note: {note}" for note in report.notes[:most]]
-    if len(report.notes) > most:
-        lines.append(f"  and {count(len(report.notes) - most, 'more note')}: to_dict() has them")
+    notes = notes_of(report)
+    lines += [f"  note: {note}" for note in notes[:most]]
+    if len(notes) > most:
+        lines.append(f"  and {count(len(notes) - most, 'more note')}: to_dict() has them")
     return [*lines, f"  seed {report.seed}", *next_lines(report)]
+
+
+def modules_agree(report: "Report") -> Said | None:
+    """That no module differs although a level failed; None if one does, or none was looked at."""
+    failed = any(level.status == "failed" for level in report.levels)
+    if not failed or report.trace is None or report.trace.first_divergence():
+        return None
+    told = f"all {count(len(report.trace.steps), 'module call')} that could be paired agree in float64"
+    return Said("modules-agree", f"{told}: look at the levels that failed")
 
 
 def set_lines(report: "Report") -> list[str]:
@@ -112,31 +129,50 @@ def ladder_lines(report: "Report", shown: int) -> list[str]:
     for why, names in alike.items():
         lines.append(f"  {', '.join(names):<10} {SIGNS['not run']:<8} {why}")
     if stopped and not raising:
-        lines.append("      does not count as passed; name the other levels in levels=[...] to judge by them alone")
+        lines.append(f"      does not count as passed; {NEXT_OF['not proved']}")
     return lines
 
 
-def next_lines(report: "Report") -> list[str]:
-    """The one thing to do."""
-    faults = report.diagnosis.isolation.faults if report.diagnosis else ()
-    told = {
-        "one side raises": "mend what raises, or give inputs that both models take",
-        "cannot be paired": "name the counterparts by rename={...}, as in parity.transfer",
-        "outputs differ in structure": "return the same tree on both sides, then compare again",
-        "a setting differs": "set it alike on both sides, then compare again",
-        "trained otherwise": "look at what the level training names: the models themselves agree",
-    }
-    if report.verdict in told:
-        return [f"  next: {told[report.verdict]}"]
-    if report.verdict == "not proved":
-        # The line of the levels that could not run says what to do.
-        return []
+# The step behind a verdict that says by itself what to do.
+NEXT_OF = {
+    "one side raises": Said("mend-what-raises", "mend what raises, or give inputs that both models take"),
+    "cannot be paired": Said("name-the-counterparts", "name the counterparts by rename={...}, as in parity.transfer"),
+    "outputs differ in structure": Said("return-the-same-tree", "return the same tree on both sides, then compare again"),
+    "a setting differs": Said("set-it-alike", "set it alike on both sides, then compare again"),
+    "trained otherwise": Said("look-at-training", "look at what the level training names: the models themselves agree"),
+    "not proved": Said("name-the-other-levels", "name the other levels in levels=[...] to judge by them alone"),
+}
+
+
+def next_step(report: "Report") -> Said | None:
+    """The one thing to do; None if there is nothing to do."""
+    if report.passed:
+        return None
+    if report.verdict in NEXT_OF:
+        return NEXT_OF[report.verdict]
+    if report.diagnosis is None and any(note.code == "recorded" for note in report.notes):
+        return Said(
+            "compare-both", "parity.compare tells which modules are wrong, and why, where both frameworks are installed"
+        )
     if report.diagnosis is None:
-        return ["  next: parity.diagnose tells which modules are wrong, and why"]
-    if not faults:
-        return ["  next: parity.trace shows every module in torch's order"]
-    known = "make the change, then compare again"
-    return [f"  next: {known if report.diagnosis.causes else 'look at the code of these modules'}"]
+        return Said("diagnose", "parity.diagnose tells which modules are wrong, and why")
+    if not report.diagnosis.isolation.faults and report.backward and report.backward.faults:
+        return Said(
+            "look-at-gradients",
+            "look in these modules for what stops or changes a gradient: stop_gradient, custom_jvp, custom_vjp, detach",
+        )
+    if not report.diagnosis.isolation.faults:
+        return Said("trace", "parity.trace shows every module in torch's order")
+    if report.diagnosis.causes:
+        return Said("make-the-change", "make the change, then compare again")
+    return Said("look-at-the-code", "look at the code of these modules")
+
+
+def next_lines(report: "Report") -> list[str]:
+    """The one thing to do, as the last line."""
+    step = next_step(report)
+    # Beside levels that could not run stands already what to do.
+    return [] if step is None or report.verdict == "not proved" else [f"  next: {step}"]
 
 
 def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> list[str]:
@@ -145,6 +181,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
     if not faults:
         return []
     lines = ["", wrong_modules(diagnosis.isolation)]
+    told = [f"  note: {note}" for note in diagnosis.notes[:1]]
     for one in faults[:shown]:
         where = ", in its own code between the modules that it calls" if one.between else ""
         times = "" if one.ratio == float("inf") else f"   {one.ratio:.3g} times what rounding explains"
@@ -157,7 +194,7 @@ def why_lines(diagnosis: "Diagnosis", shown: int = SHOWN, full: bool = True) -> 
             f"    {found.where}" + (f": {found.reason}" if found.reason else "") for found in one.differences[:1] if not causes
         ]
         lines += [f"  {line}" for line in operation_lines(one.operation)] if full else []
-    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else [])]
+    return [*lines, *([f"  and {len(faults) - shown} more: parity.diagnose tells them"] if len(faults) > shown else []), *told]
 
 
 def backward_lines(isolation: "Isolation", shown: int = SHOWN) -> list[str]:
@@ -167,13 +204,15 @@ def backward_lines(isolation: "Isolation", shown: int = SHOWN) -> list[str]:
     modules = count(len({one.path for one in isolation.modules}), "module")
     wrong = count(len(isolation.faults), "module")
     lines = ["", f"{wrong} of {modules} wrong backwards, each run alone on what torch's was given and what came back to it"]
-    for one in isolation.faults[:shown]:
-        own = ", in its own code between the modules that it calls" if one.between else ""
-        lines.append(
-            f"  {one.path or 'the model'}   {one.differences[0].where}: {one.ratio:.3g} times what rounding explains{own}"
-        )
+    lines += [f"  {backward_line(one)}" for one in isolation.faults[:shown]]
     more = len(isolation.faults) - shown
     return lines + ([f"  and {more} more: report.backward"] if more > 0 else [])
+
+
+def backward_line(one: "Isolated") -> str:
+    """A module that is wrong backwards."""
+    own = ", in its own code between the modules that it calls" if one.between else ""
+    return f"{one.path or 'the model'}   {one.differences[0].where}: {one.ratio:.3g} times what rounding explains{own}"
 
 
 def headline(report: "Report") -> str:
@@ -181,7 +220,8 @@ def headline(report: "Report") -> str:
     passed = [level.level for level in report.levels if level.passed]
     on = f" on the inputs {report.inputs!r}" if report.inputs and not report.passed else ""
     sets = f", {count(len(report.sets), 'input set')}" if report.sets else ""
-    elements = sum(level.figures.get("elements", 0) for level in report.levels if level.level == "identical")
+    identical = [level.figures for level in report.levels if level.level == "identical"]
+    elements = sum(figures.get("elements", 0) + figures.get("whole numbers", 0) for figures in identical)
     return {
         "same": f"the same function: {', '.join(passed)} ({elements:,} values identical{sets})",
         "agrees as asked": f"agree on what was asked, which is less than the same function: {', '.join(passed)}{sets}",
@@ -212,7 +252,7 @@ def level_lines(level: "LevelResult", shown: int = SHOWN, brief: bool = False) -
         lines.append(f"      {finding.where + ': ' if finding.where else ''}{finding.what}")
     if len(level.findings) > shown and not brief:
         lines.append(f"      and {len(level.findings) - shown} more")
-    notes = [note for note in level.notes if not note.startswith("also tried")]
+    notes = [note for note in level.notes if code_of(note, "") != "dtype-not-refused"]
     return lines + [f"      note: {note}" for note in notes[:shown]]
 
 
@@ -227,14 +267,22 @@ def divergence_lines(found: "Divergence") -> list[str]:
         f"last agreement: {found.last_agreement or 'the model'}" if found.last_agreement is not None else "no module before it"
     )
     lines = [f"{path}   first divergence   ({last})", *divergence_figures(found)]
-    if found.inputs == "agree":
-        lines.append("  what it is given is the same on both sides: the fault is in it")
-    elif found.inputs == "differ":
-        since = f"after {found.last_agreement}" if found.last_agreement else "before it"
-        lines.append(f"  what it is given differs already: the fault is in the code {since} that leads to it")
+    side = side_of_fault(found)
+    lines += [f"  {side}"] if side else []
     if found.between:
         lines.append(f"  in between torch ran {', '.join(found.between)}, which Flax has not as a module")
     return lines if found.reason else [*lines, f"  would pass at atol={found.atol:.3g}"]
+
+
+def side_of_fault(found: "Divergence") -> Said | None:
+    """Whether the fault lies in the module or in the code before it; None if that could not be told."""
+    if found.inputs == "agree":
+        return Said("fault-in-module", "what it is given is the same on both sides: the fault is in it")
+    if found.inputs == "differ":
+        since = f"after {found.last_agreement}" if found.last_agreement else "before it"
+        text = f"what it is given differs already: the fault is in the code {since} that leads to it"
+        return Said("fault-before-module", text)
+    return None
 
 
 def divergence_figures(found: "Divergence") -> list[str]:
@@ -353,7 +401,7 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
         word = "cause" if number == 0 else "or"
         lines += [
             f"  {word}: {cause.hypothesis}. {cause.what}",
-            f"    {fall(cause)}",
+            f"    {fall(cause)}{extent(cause)}",
             f"    change: {cause.change}",
         ]
     return lines
@@ -361,8 +409,16 @@ def cause_lines(causes: "Sequence[Cause]") -> list[str]:
 
 def fall(cause: "Cause") -> str:
     """The evidence for a cause."""
+    if cause.before == float("inf"):
+        return f"if torch does the same, {cause.after:.2g} times what rounding explains is left of the difference"
     figures = f"from {cause.before:.3g} to {cause.after:.2g} times what rounding explains"
-    return f"if torch does the same, the difference falls {figures}"
+    return f"if {'torch does the same' if cause.tried_on == 'torch' else 'Flax does as torch'}, the difference falls {figures}"
+
+
+def extent(cause: "Cause") -> str:
+    """How much of what differs in the module a cause explains, where that is not all."""
+    places = ", ".join(cause.explains[:SHOWN]) + (f" and {len(cause.explains) - SHOWN} more" if cause.explains[SHOWN:] else "")
+    return "" if cause.complete else f"; it explains {places} alone, not all that differs"
 
 
 def diff_text(diff: "Diff") -> str:

@@ -1,5 +1,6 @@
 """The outcome of training both models, in words."""
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from parity.report.text import cause_lines
@@ -7,6 +8,7 @@ from parity.report.text import cause_lines
 if TYPE_CHECKING:
     from parity.training.outcome import Drift, NativeStep, Training
 
+FURTHER = "  the models differ, or what an earlier step did to them: see parity.compare(...)"
 # Rows of the drift that are shown: the first, then ever fewer, and the last.
 SHOWN = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 
@@ -16,7 +18,7 @@ def training_text(training: "Training") -> str:
     if training.dropout:
         return "\n".join(["NOT the same training", "", f"step {training.first}: dropout is not torch's", training.dropout])
     if not training.drift:
-        return "no step was taken: batches is empty"
+        return "no step was taken"
     if training.passed:
         lines = [f"the same training: {headline(training)}"]
     else:
@@ -52,6 +54,8 @@ def first_lines(training: "Training") -> list[str]:
     drift = training.drift[training.first - 1]
     others = f" and {len(training.parted) - 1} more" if len(training.parted) > 1 else ""
     allowed = f"(allowed {training.allowed:.0e})"
+    if isfinite(drift.loss) != isfinite(drift.flax_loss):
+        return [f"step {drift.step}: the loss is {drift.loss:.6g} in torch and {drift.flax_loss:.6g} in Flax", FURTHER]
     if drift.gradients <= training.allowed:
         return [
             f"step {drift.step}: {training.parted[0]}{others} part, by {drift.values:.2g} of the largest value {allowed}",
@@ -59,7 +63,7 @@ def first_lines(training: "Training") -> list[str]:
         ]
     return [
         f"step {drift.step}: gradients of {training.parted[0]}{others} part, by {drift.gradients:.2g} of the largest {allowed}",
-        "  the models differ, or what an earlier step did to them: see parity.compare(...)",
+        FURTHER,
     ]
 
 
@@ -78,7 +82,14 @@ def rows(training: "Training") -> list[str]:
     """The drift as a table."""
     wanted = {*SHOWN, training.first, len(training.drift)}
     shown = [drift for drift in training.drift if drift.step in wanted]
-    return [f"{'step':>6} {'loss (torch)':>14} {'flax - torch':>13} {'gradients':>10} {'parameters':>10}", *map(row, shown)]
+    step, *others = columns()
+    heads = [f"{head:>{width}}" for head, width in zip(others, (14, 13, 10, 10))]
+    return [" ".join([f"{step:>6}", *heads]), *map(row, shown)]
+
+
+def columns() -> list[str]:
+    """What the drift tells of each step; behind it stands what has the largest difference."""
+    return ["step", "loss (torch)", "flax - torch", "gradients", "parameters"]
 
 
 def row(drift: "Drift") -> str:

@@ -109,6 +109,7 @@ def takes(port: Port, name: str) -> bool:
 
 
 def coupling(seen: Observed) -> Iterator[Variant]:
+    """Weight decay added to the gradient where torch takes it off the parameter, or the other way round."""
     if has(seen.port, "weight_decay"):
         decoupled = any(seen.port.is_decoupled(group) for group in seen.port.groups)
         is_now, change = ("coupled", "decoupled") if decoupled else ("decoupled", "coupled")
@@ -131,6 +132,7 @@ def coupling(seen: Observed) -> Iterator[Variant]:
 
 
 def decay(seen: Observed) -> Iterator[Variant]:
+    """Another weight decay."""
     if not takes(seen.port, "weight_decay"):
         return
     now = [group.options["weight_decay"] for group in seen.port.groups]
@@ -150,6 +152,7 @@ def decay(seen: Observed) -> Iterator[Variant]:
 
 
 def unused(seen: Observed) -> Iterator[Variant]:
+    """A parameter without a gradient that is moved all the same."""
     if seen.port.unused:
         names = ", ".join(sorted(seen.port.unused))
         yield (
@@ -160,6 +163,7 @@ def unused(seen: Observed) -> Iterator[Variant]:
 
 
 def groups(seen: Observed) -> Iterator[Variant]:
+    """The options of one parameter group taken for all."""
     for number, group in enumerate(seen.port.groups if len(seen.port.groups) > 1 else ()):
         alike = tuple(replace(other, options=group.options) for other in seen.port.groups)
         yield (
@@ -170,6 +174,7 @@ def groups(seen: Observed) -> Iterator[Variant]:
 
 
 def eps_place(seen: Observed) -> Iterator[Variant]:
+    """The epsilon inside the root where torch has it outside, or the other way round."""
     if takes(seen.port, "eps") and seen.port.kind in ("Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"):
         eps = first(seen.port, "eps")
         inside = "eps_in_sqrt=False" if seen.port.kind == "RMSprop" else f"eps={eps:g} and eps_root=0"
@@ -186,6 +191,7 @@ def eps_place(seen: Observed) -> Iterator[Variant]:
 
 
 def eps(seen: Observed) -> Iterator[Variant]:
+    """Another small number under or beside the root."""
     if takes(seen.port, "eps"):
         now = first(seen.port, "eps")
         for value, known in EPSILONS.items():
@@ -201,6 +207,7 @@ def eps(seen: Observed) -> Iterator[Variant]:
 
 
 def bias_correction(seen: Observed) -> Iterator[Variant]:
+    """Moments that are not divided by what they lack in the first steps."""
     if seen.port.kind in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax"):
         for name in ("no bias correction", *(f"no bias correction of the {n} moment" for n in ("first", "second"))):
             yield (
@@ -211,6 +218,7 @@ def bias_correction(seen: Observed) -> Iterator[Variant]:
 
 
 def betas(seen: Observed) -> Iterator[Variant]:
+    """Moments that forget faster or slower."""
     if not takes(seen.port, "beta1"):
         return
     one, two = first(seen.port, "beta1"), first(seen.port, "beta2")
@@ -222,6 +230,7 @@ def betas(seen: Observed) -> Iterator[Variant]:
 
 
 def momentum(seen: Observed) -> Iterator[Variant]:
+    """Another momentum, or another kind of it."""
     if seen.port.kind not in ("SGD", "RMSprop"):
         return
     now, damp = first(seen.port, "momentum") or 0.0, first(seen.port, "dampening") or 0.0
@@ -261,6 +270,7 @@ def momentum(seen: Observed) -> Iterator[Variant]:
 
 
 def moving_average(seen: Observed) -> Iterator[Variant]:
+    """Squares of gradients that are forgotten faster or slower."""
     for name in ("alpha", "rho"):
         if takes(seen.port, name):
             now = first(seen.port, name)
@@ -271,6 +281,7 @@ def moving_average(seen: Observed) -> Iterator[Variant]:
 
 
 def amsgrad(seen: Observed) -> Iterator[Variant]:
+    """The largest second moment so far kept, or not."""
     if takes(seen.port, "amsgrad"):
         on = bool(first(seen.port, "amsgrad"))
         change = "parity.to_optax, which keeps the largest second moment before its correction" if on else "optax.adam"
@@ -281,6 +292,7 @@ def amsgrad(seen: Observed) -> Iterator[Variant]:
 
 
 def sums(seen: Observed) -> Iterator[Variant]:
+    """The sum of squares begun at another number."""
     if seen.port.kind == "Adagrad":
         for value in (0.1, 1.0):
             for inside in ("", ", and eps inside the root"):
@@ -294,12 +306,14 @@ def sums(seen: Observed) -> Iterator[Variant]:
 
 
 def sign(seen: Observed) -> Iterator[Variant]:
+    """Steps up the gradient."""
     up = has(seen.port, "maximize")
     text = "The loss is made smaller" if up else "The loss is made larger"
     yield text, f"maximize={up}, as torch has it", changed(seen.port, maximize=not up)
 
 
 def clipping(seen: Observed) -> Iterator[Variant]:
+    """Gradients clipped otherwise, or not."""
     port = seen.port
     bound = port.norm if port.norm is not None else port.value
     if bound is None:
@@ -320,6 +334,7 @@ def clipping(seen: Observed) -> Iterator[Variant]:
 
 
 def accumulation(seen: Observed) -> Iterator[Variant]:
+    """Gradients of several batches summed where torch takes their mean, or the other way round."""
     if seen.batches > 1:
         for factor, text in ((float(seen.batches), "summed, not averaged"), (1 / seen.batches, "divided twice")):
             yield (
@@ -330,6 +345,7 @@ def accumulation(seen: Observed) -> Iterator[Variant]:
 
 
 def shifted(seen: Observed) -> Iterator[Variant]:
+    """The learning rate of another step: the schedule is a step early or late."""
     if not any(hasattr(v, "at") for group in seen.port.groups for v in group.options.values()):
         return
     change = "call the schedule with the number of updates before this one, 0 in the first, as optax does by itself"
@@ -344,6 +360,7 @@ def shifted(seen: Observed) -> Iterator[Variant]:
 
 
 def resumed(seen: Observed) -> Iterator[Variant]:
+    """A run that goes on without the count or the moments that torch has."""
     port = seen.port
     steps = max((int(entry.get("step", 0)) for entry in port.state.values()), default=0)
     # Adagrad has a state before its first step.
@@ -404,6 +421,7 @@ class Times:
 
 
 def family(seen: Observed) -> Iterator[Variant]:
+    """The steps of another optimizer."""
     for kind in STEPS:
         alike = {seen.port.kind, kind} == {"Adam", "AdamW"} and not has(seen.port, "weight_decay")
         if kind != seen.port.kind and not alike:

@@ -161,7 +161,19 @@ def groups_of(optimizer: Optimizer, found: Matched, still: list[int], unused: It
         raise TransferError(listed("no optax twin of this optimizer", problems), problems)
     number = {name: i for i, group in enumerate(optimizer.groups) for name in group.names if name not in alone}
     groups: dict[str, int | None] = dict.fromkeys(found.others)
-    return groups | {p.target.path: number.get(name) for name, pairs in found.pairs.items() for p in pairs}
+    stacked: dict[str, dict[int | None, str]] = {}
+    for name, pairs in found.pairs.items():
+        for p in pairs:
+            stacked.setdefault(p.target.array_path, {}).setdefault(number.get(name), name)
+    split = [
+        f"{path} stacks {' and '.join(names.values())}, which torch treats differently; optax moves an array as a whole: put "
+        "them into one group, or keep the layers apart in Flax"
+        for path, names in stacked.items()
+        if len(names) > 1
+    ]
+    if split:
+        raise TransferError(listed("no optax twin of this optimizer", split), split)
+    return groups | {path: next(iter(names)) for path, names in stacked.items()}
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Any:

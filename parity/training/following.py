@@ -15,7 +15,8 @@ from parity.training.outcome import Drift, Training
 from parity.training.ports import Port, Taken
 from parity.training.statistics import Statistic
 from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair, Pairing
+from parity.weights.pairing import Pairing
+from parity.weights.pairs import Pair
 
 # What is left of a gradient that is zero in exact arithmetic, as a part of the largest gradient.
 NOISE = 1e-13
@@ -110,11 +111,14 @@ class History:
     def causes(self, allowed: float) -> tuple[Cause, ...]:
         """What explains that the two part."""
         found = statistics.explained(self.statistics, allowed)
-        kept = {name: self.start[name] for name in self.steps[0].values} if self.steps else {}
+        # What has a gradient in some steps only is no optimizer's doing.
+        always = set.intersection(*({*step.values} for step in self.steps)) if self.steps else set()
+        kept = {name: array for name, array in self.start.items() if name in always}
         finite = [step for step in self.steps if np.isfinite(step.norm)]
         if not kept or len(finite) < len(self.steps):
             return found
-        seen = causes.Observed(self.port, kept, tuple(self.steps), allowed, self.batches)
+        steps = tuple(replace(step, values={name: step.values[name] for name in kept}) for step in self.steps)
+        seen = causes.Observed(self.port, kept, steps, allowed, self.batches)
         return (*found, *causes.explained(seen))
 
 
@@ -159,6 +163,13 @@ class Follower:
         self.alive: dict[str, np.ndarray] = {}
         self.quiet: dict[str, int] = {}
         self.notes: list[str] = []
+        # Torch's paths of what drops in the first step.
+        self.places: tuple[str, ...] = ()
+        # What had no gradient in the step before, and whether a change was told.
+        self.missing: frozenset[str] | None = None
+        self.changing = False
+        # From where on neither loss is a number.
+        self.no_number: int | None = None
         self.dropout = ""
         self.before = dict(mine.values())
         start = {name: sample(name, array) for name, array in self.before.items()}
@@ -175,6 +186,8 @@ class Follower:
         self.taken.append((batches, drawn))
         scale = self.mine.scale
         value, gradients, masks = self.mine.gradients(batches)
+        if number == 1 and self.mine.recipe.dropout:
+            self.places = tuple(dict.fromkeys(drop.path for one in masks for drop in one.drops))
         try:
             other, raw = self.theirs.gradients(batches, masks if self.mine.recipe.dropout else None)
         except DivergenceError as error:
@@ -185,6 +198,7 @@ class Follower:
         self.mine.update(scheduled=number % self.every == 0)
         self.theirs.update(raw if not self.theirs.alone else self.theirs.last)
         known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        self.tell_missing(number, gradients)
         pairs = compared(self.pairing, known, flax_gradients)
         behind = compared(self.pairing, self.mine.values(), self.theirs.values())
         by_gradient, by_value = self.measured(pairs, behind)
@@ -201,6 +215,8 @@ class Follower:
             wrong = self.unexplained(by_gradient, own_gradients) or self.unexplained(by_value, own_values)
         buffers = max((error for name, error in by_value.items() if name not in gradients), default=0.0)
         most = max(by_gradient.values(), default=0.0)
+        if not np.isfinite(value) and not np.isfinite(other) and self.no_number is None:
+            self.no_number = number
         figures = (number, value, other - value, most, by_value.get(worst, 0.0), worst, buffers)
         self.drift.append(Drift(*figures, scale, self.mine.skipped, own))
         if self.first is None and wrong:
@@ -209,6 +225,21 @@ class Follower:
         if self.history is not None and (self.first is None or number < self.first + FURTHER):
             self.history.add({name: f for name, _, f in pairs}, {name: f for name, _, f in behind})
         self.before = {name: t for name, t, _ in behind}
+
+    def tell_missing(self, number: int, gradients: Mapping[str, Any]) -> None:
+        """Note once what has a gradient in some steps only: torch passes it over in the others, JAX has a gradient of 0."""
+        missing = frozenset(name for name, gradient in gradients.items() if gradient is None)
+        before = self.missing
+        self.missing = missing
+        if before is None or missing == before or self.changing:
+            return
+        self.changing = True
+        names = ", ".join(sorted(missing ^ before))
+        here, there = ("a gradient", "none") if before - missing else ("no gradient", "one")
+        self.notes.append(
+            f"step {number}: {names} gets {here} in torch, and got {there} before. torch passes over what has none, moments, "
+            "decay and count, where JAX has a gradient of 0: add 0 * p.sum() of each to torch's loss, so that both have 0"
+        )
 
     def measured(self, pairs: Compared, behind: Compared) -> tuple[dict[str, float], dict[str, float]]:
         """Differences of gradients, as a part of the largest gradient, and of values behind the step, of their largest."""
@@ -251,8 +282,10 @@ class Follower:
 
     def remember_statistics(self, behind: Compared, wrong: tuple[str, ...], gradients: Mapping[str, Any]) -> None:
         if self.history is not None:
+            # Every batch of a step moves them once more.
+            share = {name: 1 - (1 - momentum) ** self.history.batches for name, momentum in self.momenta.items()}
             self.history.statistics = [
-                Statistic(name, self.before[name], t, f, self.momenta[name])
+                Statistic(name, self.before[name], t, f, share[name])
                 for name, t, f in behind
                 if name in wrong and name in self.momenta and name not in gradients
             ]
@@ -265,6 +298,10 @@ class Follower:
             self.notes.append(
                 f"from step {rounded[0]} on torch parts from itself by the rounding of its first parameters alone: "
                 f"differences up to {OWN_FACTOR:g} times that count as the same"
+            )
+        if self.no_number is not None:
+            self.notes.append(
+                f"in step {self.no_number} the loss is no number on either side: what such steps have in common proves nothing"
             )
         found = self.history.causes(self.allowed) if self.history is not None and self.first is not None else ()
         result = Training(

@@ -8,9 +8,13 @@ from typing import Any
 from parity.errors import InputError, first_line
 from parity.evidence.result import Finding, LevelResult
 from parity.report.training import first_lines, headline
+from parity.said import Said
 from parity.training.outcome import Training
 from parity.training.recipe import Recipe, checked_loss
-from parity.training.steps import ALLOWED, Twins, chunks, plain
+from parity.training.steps import ALLOWED, Twins, checked_batches, chunks
+
+# Steps for which there is memory: each keeps its batches and a row of the report.
+MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ def planned(
     given = {"optimizer": optimizer, "loss": loss, "batches": batches, "recipe": recipe}
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise InputError(f"steps must be a whole number of at least 0, got {steps!r}")
+    if steps > MOST:
+        raise InputError(
+            f"steps must be at most {MOST:,}, got {steps:,}: every step is kept for the report; two right runs show "
+            "themselves in twenty"
+        )
     if not steps:
         idle = [name for name, value in given.items() if value is not None]
         if idle:
@@ -67,11 +76,11 @@ def planned(
     # The models were given in eval mode, as all other levels want them.
     recipe = recipe or Recipe()
     recipe = replace(recipe, train=True) if recipe.train is None else recipe
-    known = [(*args, dict(kwargs)) if kwargs else tuple(args)] if batches is None else list(batches)
+    known = checked_batches([(*args, dict(kwargs)) if kwargs else tuple(args)] if batches is None else batches)
     if not known:
         raise InputError("batches is empty: there is nothing to train on")
     twins = Twins(torch_model, flax_model, optimizer, checked_loss(loss), recipe, rename, ignore)
-    taken = islice(cycle([plain(batch) for batch in known]), steps * recipe.accumulate)
+    taken = islice(cycle(known), steps * recipe.accumulate)
     return Plan(steps, twins, tuple(chunks(taken, recipe.accumulate)))
 
 
@@ -93,8 +102,11 @@ def training(plan: Plan) -> tuple[LevelResult, Training | None]:
         "native_ratio": max((step.ratio for step in found.native), default=0.0),
     }
     notes = [*found.notes]
-    notes += [f"gradient is rounding alone, not compared: {', '.join(n for n, _ in found.noise)}"] if found.noise else []
-    notes += [f"without gradient, left alone: {', '.join(found.unused)}"] if found.unused else []
+    if found.noise:
+        text = f"gradient is rounding alone, not compared: {', '.join(n for n, _ in found.noise)}"
+        notes.append(Said("rounding-gradient", text))
+    if found.unused:
+        notes.append(Said("without-gradient", f"without gradient, left alone: {', '.join(found.unused)}"))
     if found.passed:
         return LevelResult("training", "passed", headline(found), figures, notes=tuple(notes)), found
     return LevelResult(

@@ -36,6 +36,11 @@ class Drift:
     skipped: bool = False
     rounding: float | None = None
 
+    @property
+    def flax_loss(self) -> float:
+        """Flax's loss, before the step; NaN where the difference is none."""
+        return self.loss + self.loss_difference
+
 
 @dataclass(frozen=True)
 class NativeStep:
@@ -101,8 +106,8 @@ class Training:
 
     @property
     def passed(self) -> bool:
-        """Whether the runs stayed together to the end, and every native step is as precise as torch's."""
-        return self.first is None and self.imprecise is None
+        """Whether steps were taken, the runs stayed together to the end, and every native step is as precise as torch's."""
+        return bool(self.drift) and self.first is None and self.imprecise is None
 
     def raise_for_divergence(self) -> None:
         """Raise what parts, if anything does.
@@ -120,6 +125,6 @@ class Training:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self)
+        return document("training", self)

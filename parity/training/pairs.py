@@ -9,7 +9,8 @@ from typing import Any
 from parity import frameworks
 from parity.errors import InputError, TransferError, listed
 from parity.training.optimizers import KNOWN
-from parity.weights.pairing import Pair, pair
+from parity.weights.pairing import pair
+from parity.weights.pairs import Pair
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def matched(optimizer: Any, torch_model: Any, flax_model: Any, rename: Any, igno
         raise TransferError(listed("the optimizer has no twin, for the models do not fit", problems), problems)
     firsts = room.all_names(torch_model)
     pairs: dict[str, tuple[Pair, ...]] = {}
-    others = [*pairing.ignored, *(p.target.path for p in pairing.pairs if p.source.array_path not in firsts)]
+    others = [*pairing.ignored, *(p.target.array_path for p in pairing.pairs if p.source.array_path not in firsts)]
     for p in pairing.pairs:
         if p.source.array_path in firsts:
             name = firsts[p.source.array_path]

@@ -23,8 +23,9 @@ class Recipe:
     """What happens in a step besides the optimizer's own.
 
     Attributes:
-        scheduler: of the optimizer, or a function that makes one for it; stepped once in `every` steps, also
-            where a step was skipped.
+        scheduler: of the optimizer, a pair of a class of them and a dict of its options, or a function that makes one for
+            it; stepped once in `every` steps, also where a step was skipped. One without a formula, such as LambdaLR, is
+            rehearsed.
         every: steps to each step of the scheduler.
         max_norm: of `clip_grad_norm_`, over all that the optimizer moves, before each step; None clips nothing.
         max_value: of `clip_grad_value_` likewise.

@@ -10,8 +10,8 @@ from parity import frameworks
 from parity.errors import InputError, TransferError, listed
 from parity.training.optimizers import SCALARS, TENSORS, Optimizer
 from parity.training.pairs import Matched, matched
-from parity.weights.leaf import gathered
-from parity.weights.pairing import Pair
+from parity.weights.leaf import Leaf, gathered
+from parity.weights.pairs import Pair
 
 Tensors = dict[str, dict[str, Any]]
 
@@ -37,9 +37,9 @@ class OptimizerTransfer:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self, leave_out=("value",))
+        return document("optimizer transfer", self, ("value",))
 
 
 def transfer_optimizer(
@@ -58,7 +58,7 @@ def transfer_optimizer(
 
     The arrays take on the layout of the parameter that they belong to. Parameters themselves travel
     by `parity.transfer`. A run that goes on in the other framework takes the steps that it would have
-    taken in its own.
+    taken in its own. A group that was added later and has taken no step yet begins as `init` lets it.
 
     Args:
         source: a torch optimizer, or the state of its twin (made by `init` or `update` of what
@@ -126,7 +126,7 @@ class Told:
         for number, group in enumerate(self.optimizer.groups):
             moving = [name for name in group.names if self.moves(name, number, there, mine)]
             steps = {name: int(mine[name]["step"]) for name in moving if "step" in mine.get(name, {})}
-            step = self.agreed(number, steps, problems)
+            step = 0 if number in self.added(mine) else self.agreed(number, steps, problems)
             if number in there.counts:
                 counts[number] = step if step is not None else self.asked(number, problems)
             scalars[number] = {
@@ -142,25 +142,42 @@ class Told:
     def moves(self, name: str, number: int, there: Any, mine: Mapping[str, Any]) -> bool:
         return name in mine or any(path_in(p, there.tensors) for p in self.found.pairs.get(name, ()))
 
+    def added(self, mine: Mapping[str, Any]) -> set[int]:
+        """Groups that have taken no step while others have: added later. What `init` gives is their state.
+
+        Not where there is a scheduler, which optax would count from their beginning too.
+        """
+        fresh = {n for n, group in enumerate(self.optimizer.groups) if not any(name in mine for name in group.names)}
+        return fresh if self.scheduler is None and len(fresh) < len(self.optimizer.groups) else set()
+
     def spread(
         self, mine: Mapping[str, Mapping[str, Any]], there: Tensors, problems: list[str]
     ) -> tuple[Tensors, tuple[tuple[str, str], ...]]:
         """Torch's arrays in the layout of the Flax leaves, by their paths."""
-        tensors: Tensors = {}
-        arrays = []
+        added = {name for number in self.added(mine) for name in self.optimizer.groups[number].names}
+        parts: dict[str, list[tuple[Leaf, np.ndarray]]] = {}
+        arrays, known = [], dict[str, str]()
         for name in (name for group in self.optimizer.groups for name in group.names):
             have = {entry: a for entry, a in mine.get(name, {}).items() if entry in TENSORS[self.optimizer.kind]}
             places = [(p, path) for p in self.found.pairs.get(name, ()) if (path := path_in(p, there))]
             want = set().union(*(there[path] for _, path in places))
+            if name in added:
+                continue
             if set(have) != want:
                 problems.append(unlike(name, set(have), want))
                 continue
             for p, path in places:
                 for entry, array in have.items():
-                    tensors.setdefault(path, {})[entry] = p.layout.apply(p.source.of(array))
+                    parts.setdefault(entry, []).append((p.target, p.layout.apply(p.source.of(array))))
+                    known[p.target.array_path] = path
                     if array.dtype != there[path][entry].dtype:
                         problems.append(widths(name, entry, array, there[path][entry]))
             arrays += [(name, entry) for entry in have]
+        tensors: Tensors = {}
+        # Of stacked layers every one has to be there.
+        for entry, found in parts.items() if not problems else ():
+            for path, array in gathered(found).items():
+                tensors.setdefault(known[path], {})[entry] = array
         return tensors, tuple(arrays)
 
     def agreed(self, number: int, steps: Mapping[str, int], problems: list[str]) -> int | None:
@@ -228,14 +245,15 @@ class Told:
         places = {p.source.path: (p, path) for p in self.found.pairs.get(name, ()) if (path := path_in(p, there))}
         found: dict[str, np.ndarray] = {}
         for entry in set().union(*(there[path] for _, path in places.values())):
-            parts = [(p.source, p.layout.inverse().apply(there[path][entry])) for p, path in places.values()]
+            parts = [(p.source, p.layout.inverse().apply(p.target.of(there[path][entry]))) for p, path in places.values()]
             found[entry] = next(iter(gathered(parts).values()))
         return found
 
 
 def path_in(p: Pair, there: Tensors) -> str | None:
     """The name of a leaf in a state: Linen's `params` may be missing there."""
-    return next((path for path in (p.target.path, p.target.path.removeprefix("params.")) if path in there), None)
+    path = p.target.array_path
+    return next((name for name in (path, path.removeprefix("params.")) if name in there), None)
 
 
 def only(values: set[Any]) -> Any:

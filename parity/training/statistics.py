@@ -9,6 +9,13 @@ from parity.evidence.faults import Cause
 
 TINY = float(np.finfo(np.float64).tiny)
 
+# The causes, in their own words.
+CAUSES = {
+    "running variance": "The variance of the batch is divided by n where torch keeps it divided by n - 1.",
+    "momentum of statistics": "Momentum is the share that is kept, where torch's is the share that is new.",
+    "running statistics": "A running statistic is not moved, or is that of the batch alone.",
+}
+
 
 @dataclass(frozen=True)
 class Statistic:

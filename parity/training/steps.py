@@ -25,7 +25,7 @@ from parity.evidence.trees import mapped
 from parity.training.convert import clip_grad_norm, clip_grad_value, moves, to_optax
 from parity.training.following import Follower, compared, sample
 from parity.training.native import NativeFollower
-from parity.training.outcome import NativeStep, Training
+from parity.training.outcome import Drift, NativeStep, Training
 from parity.training.pairs import which
 from parity.training.ports import Port
 from parity.training.recipe import Recipe, checked_loss
@@ -34,6 +34,8 @@ from parity.weights.pairing import Pairing, pair
 
 # Largest difference of two right runs, as a part of an array's largest value; see above.
 ALLOWED = 1e-10
+# Places of dropout that are tried one by one where train mode is to blame.
+TRIED = 32
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -77,11 +79,21 @@ def train_both(
         The drift, the first step and the arrays that part, and why.
 
     Raises:
-        InputError: the models do not start from the same parameters, or the optimizer has no twin.
+        InputError: the models do not start from the same parameters, the optimizer has no twin, the batches make no step, or
+            a loss is no number or NaN from the start.
         TransferError: the models do not fit.
     """
+    if not isinstance(allowed, int | float) or not 0 < allowed < np.inf:
+        raise InputError(f"allowed must be a number above 0, a part of an array's largest value, got {allowed!r}")
     pairs = Twins(torch_model, flax_model, optimizer, loss, recipe or Recipe(), rename, ignore)
-    return pairs.whole(list(chunks(map(plain, batches), pairs.recipe.accumulate)), allowed, native)
+    known, size = checked_batches(batches), pairs.recipe.accumulate
+    if len(known) < size:
+        raise InputError(f"batches holds {len(known)}, and one step takes {size}: no step would be taken; give more")
+    found = pairs.whole(list(chunks(known, size)), allowed, native)
+    over = len(known) % size
+    return (
+        replace(found, notes=(*found.notes, f"the last {over} of {len(known)} batches make no whole step")) if over else found
+    )
 
 
 class Twins:
@@ -95,11 +107,21 @@ class Twins:
         recipe: what else happens in a step.
         rename: as in `parity.transfer`.
         ignore: as in `parity.transfer`.
+        silent: paths of torch's dropout modules that drop nothing on either side.
     """
 
     def __init__(
-        self, torch_model: Any, flax_model: Any, optimizer: Any, loss: Any, recipe: Recipe, rename: Any, ignore: Iterable[str]
+        self,
+        torch_model: Any,
+        flax_model: Any,
+        optimizer: Any,
+        loss: Any,
+        recipe: Recipe,
+        rename: Any,
+        ignore: Iterable[str],
+        silent: tuple[str, ...] = (),
     ):
+        self.silent, self.changing = silent, False
         self.room, self.torch = frameworks.load("torch.training"), frameworks.load("torch")
         self.flax, self.flax_training = flax_rooms(flax_model)
         if not self.torch.is_model(torch_model):
@@ -111,9 +133,12 @@ class Twins:
         self.torch_model, self.flax_model, self.recipe = torch_model, flax_model, recipe
         self.optimizer = self.room.made(optimizer, torch_model)
         self.scheduler = self.room.scheduler_of(recipe.scheduler, self.optimizer)
-        if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
-            raise InputError("the scheduler belongs to another optimizer; give the one that was made for this one")
         which(self.optimizer)
+        if recipe.scaler is not None and self.torch.model_dtype(torch_model) == "float16":
+            raise InputError(
+                "torch's GradScaler takes no gradients of float16 parameters; keep them in float32, and let the losses compute "
+                "in float16: torch.autocast, and dtype=jnp.float16 of Flax's layers"
+            )
         self.loss = checked_loss(loss)
         self.named = {"rename": rename, "ignore": (ignore,) if isinstance(ignore, str) else tuple(ignore)}
         self.pairing: Pairing = pair(torch_model, flax_model, names=("torch model", "Flax model"), **self.named)
@@ -124,40 +149,52 @@ class Twins:
 
     def run_of_torch(self, dtype: str | None) -> Any:
         """Torch's run on copies."""
-        run = self.room.Run(self.torch_model, self.optimizer, self.scheduler, self.losses[0], self.recipe, dtype)
-        # A function may have made it, of this optimizer; its copy goes on alone.
-        return run
+        given = self.torch_model, self.optimizer, self.scheduler, self.losses[0], self.recipe
+        return self.room.Run(*given, dtype, self.silent)
 
-    def run_of_flax(self, mine: Any, dtype: str | None, unused: tuple[str, ...]) -> Any:
+    def run_of_flax(self, mine: Any, dtype: str | None, unused: tuple[str, ...], count: int) -> Any:
         """Flax's run on copies, with the twin of an optimizer or the transformation that is on trial."""
         recipe = self.recipe
-        theirs = self.flax_training.Run(self.flax_model, self.losses[1], recipe, dtype, self.named["rename"])
+        theirs = self.flax_training.Run(self.flax_model, self.losses[1], recipe, dtype, self.named["rename"], self.silent)
         scaling = None if recipe.scaler is None else self.room.scaling_of(recipe.scaler)
         if recipe.transformation is not None:
             theirs.train_by(recipe.transformation, recipe.state, scaling)
             return theirs
-        theirs.train_by(self.twin(mine, unused), None, scaling)
+        theirs.train_by(self.twin(mine, unused, count), None, scaling)
         if mine.optimizer.state:
             told = transfer_optimizer(mine.optimizer, theirs.state, mine.model, self.flax_model, **self.options(mine))
             theirs.state = told.value
         return theirs
 
-    def twin(self, mine: Any, unused: tuple[str, ...]) -> Any:
-        """The transformation with the steps of torch's optimizer."""
+    def twin(self, mine: Any, unused: tuple[str, ...], count: int) -> Any:
+        """The transformation with so many steps of torch's optimizer."""
         recipe = self.recipe
         clip = None if recipe.max_norm is None else clip_grad_norm(recipe.max_norm)
         clip = clip if recipe.max_value is None else clip_grad_value(recipe.max_value)
         # A copied optimizer is not wrapped by its scheduler any more; an optimizer without one has none.
         options = self.options(mine) | ({} if mine.scheduler is not None else {"scheduler": False})
+        options |= {"steps": self.rehearsed(mine.scheduler, count)}
         return to_optax(mine.optimizer, mine.model, self.flax_model, clip=clip, unused=unused, **options)
+
+    def rehearsed(self, scheduler: Any, count: int) -> int | None:
+        """Steps of a scheduler that are taken from torch's own code, for it has no formula; None if it has one."""
+        if scheduler is None:
+            return None
+        try:
+            moves(scheduler, self.recipe.every, None)
+        except InputError:
+            # One more than is used: the causes look one step ahead.
+            return (count - 1) // self.recipe.every + 2
+        return None
 
     def options(self, mine: Any) -> dict[str, Any]:
         return {"scheduler": mine.scheduler, "every": self.recipe.every, **self.named}
 
-    def port(self, mine: Any, unused: tuple[str, ...]) -> Port | None:
+    def port(self, mine: Any, unused: tuple[str, ...], count: int) -> Port | None:
         """Torch's optimizer in the words of no framework; None if it has no twin."""
         try:
-            found = port_of(mine.optimizer, mine.names, mine.scheduler, self.recipe.every)
+            known = mine.scheduler, self.recipe.every, self.rehearsed(mine.scheduler, count)
+            found = port_of(mine.optimizer, mine.names, *known)
         except InputError:
             return None
         return replace(found, norm=self.recipe.max_norm, value=self.recipe.max_value, unused=frozenset(unused))
@@ -165,7 +202,10 @@ class Twins:
     def whole(self, steps: list[Any], allowed: float, native: bool) -> Training:
         """Both runs in float64, and single steps in the dtype of the models if they are asked for."""
         found = self.trained(steps, allowed)
-        return replace(found, native=self.native_steps(steps, found.unused)) if native and not found.dropout else found
+        # What has a gradient in some steps only has no state that could travel in the others.
+        if not native or found.dropout or self.changing:
+            return found
+        return replace(found, native=self.native_steps(steps, found.unused))
 
     def native_steps(self, steps: list[Any], unused: tuple[str, ...]) -> tuple[NativeStep, ...]:
         """Single steps in the dtype of the models; none if that is float64, where there is nothing to add."""
@@ -174,7 +214,7 @@ class Twins:
             return ()
         with self.torch.pinned(), self.flax.pinned():
             mine = self.run_of_torch(None)
-            theirs = self.run_of_flax(mine, None, unused)
+            theirs = self.run_of_flax(mine, None, unused, len(steps))
             twin = self.recipe.transformation is None
             options = self.options(mine)
             follower = NativeFollower(
@@ -187,39 +227,83 @@ class Twins:
 
     def trained(self, steps: list[Any], allowed: float) -> Training:
         """Both runs in float64."""
+        follower, unused = self.followed(steps, allowed)
+        self.changing = follower.changing
+        refuse_no_number(follower.drift)
+        found = follower.outcome(unused, self.recipe.mode)
+        if found.first != 1 or found.causes or found.dropout or not found.drift[0].gradients > allowed:
+            return found
+        return replace(found, causes=self.causes_of_mode(found, steps[0], follower.places, allowed))
+
+    def followed(self, steps: list[Any], allowed: float) -> tuple[Follower, tuple[str, ...]]:
+        """Both runs in float64, not judged yet, and the parameters that get no gradient."""
         with self.torch.pinned(), self.flax.pinned(double=True):
             mine = self.run_of_torch("float64")
-            unused = mine.unused(steps[0]) if steps else ()
-            theirs = self.run_of_flax(mine, "float64", unused)
+            unused = mine.unused(steps[0])
+            theirs = self.run_of_flax(mine, "float64", unused, len(steps))
             refuse_other_start(self.pairing, mine.values(), theirs.values())
             follower = Follower(
-                *(mine, theirs, self.pairing, self.recipe.every, allowed, self.port(mine, unused), mine.momenta())
+                *(mine, theirs, self.pairing, self.recipe.every, allowed),
+                port=self.port(mine, unused, len(steps)),
+                momenta=mine.momenta(),
             )
             for batch in steps:
                 follower.step(batch)
                 if follower.dropout:
                     break
-            found = follower.outcome(unused, self.recipe.mode)
-            return self.with_mode(found, steps[0], allowed) if found.first == 1 and not found.causes else found
+            return follower, unused
 
-    def with_mode(self, found: Training, batches: list[Any], allowed: float) -> Training:
-        """The outcome, with what train mode does as the cause if the gradients agree in eval mode."""
-        drift = found.drift[0] if found.drift else None
-        if drift is None or drift.gradients <= allowed or self.recipe.train is False:
-            return found
-        quiet = Twins(
-            *(self.torch_model, self.flax_model, self.optimizer, self.loss, replace(self.recipe, train=False)), **self.named
-        )
-        off = quiet.trained([batches], allowed)
-        if not off.drift or off.drift[0].gradients > allowed:
-            return found
-        what = (
+    def causes_of_mode(self, found: Training, batches: list[Any], places: Sequence[str], allowed: float) -> tuple[Cause, ...]:
+        """What train mode does otherwise, if the gradients before the first step agree in eval mode."""
+        gap = found.drift[0].gradients
+        off = np.inf if self.recipe.train is False else self.first_gap(batches, allowed, train=False)
+        if not off <= allowed:
+            return ()
+
+        def cause(name: str, what: str, change: str, left: float) -> tuple[Cause, ...]:
+            return (Cause(name, "the model", what, change, gap / allowed, left / allowed, found.parted, True),)
+
+        silenced = self.room.droppers(self.torch_model, places)
+        quiet = self.first_gap(batches, allowed, silent=silenced) if silenced else gap
+        wrong = self.misplaced(batches, allowed, silenced) if quiet <= allowed else ()
+        if wrong:
+            return cause(
+                "place of dropout",
+                f"Dropout at {', '.join(wrong)} is applied to another value than in torch: with "
+                f"{'it' if len(wrong) == 1 else 'each of them'} alone in train mode the gradients differ, with none they agree",
+                "drop the value that torch drops there: parity.compare(..., dropout='replay') shows the first that differs",
+                quiet,
+            )
+        if len(silenced) == len(set(places)):
+            return cause(
+                "train mode",
+                "In eval mode the gradients agree, in train mode they do not, dropout left out or not: the statistics of the "
+                "batch are taken otherwise",
+                "take mean and biased variance over the axes over which torch takes them, without use_fast_variance",
+                off,
+            )
+        return cause(
+            "train mode",
             "In eval mode the gradients agree, in train mode, with torch's masks, they do not: dropout is at another place, or "
-            "the statistics of the batch are taken otherwise"
+            "the statistics of the batch are taken otherwise",
+            "parity.compare(..., dropout='replay') names the module in which they part",
+            off,
         )
-        change = "parity.compare(..., dropout='replay') names the module in which they part"
-        before, after = drift.gradients / allowed, off.drift[0].gradients / allowed
-        return replace(found, causes=(Cause("train mode", "the model", what, change, before, after, found.parted, True),))
+
+    def first_gap(self, batches: list[Any], allowed: float, train: bool | None = None, silent: tuple[str, ...] = ()) -> float:
+        """How far the gradients before the first step are apart in another mode, or with some dropout left out."""
+        recipe = self.recipe if train is None else replace(self.recipe, train=train)
+        other = Twins(*(self.torch_model, self.flax_model, self.optimizer, self.loss, recipe), **self.named, silent=silent)
+        follower, _ = other.followed([batches], allowed)
+        return follower.drift[0].gradients if follower.drift else np.inf
+
+    def misplaced(self, batches: list[Any], allowed: float, places: tuple[str, ...]) -> tuple[str, ...]:
+        """The modules that drop another value than torch's: each with all others left out."""
+        return tuple(
+            place
+            for place in places[:TRIED]
+            if not self.first_gap(batches, allowed, silent=tuple(p for p in places if p != place)) <= allowed
+        )
 
 
 def flax_rooms(flax_model: Any) -> tuple[ModuleType, ModuleType]:
@@ -235,7 +319,7 @@ def flax_rooms(flax_model: Any) -> tuple[ModuleType, ModuleType]:
     raise InputError(f"the second model must be a flax.nnx.Module or a parity.Linen, got {frameworks.describe(flax_model)}")
 
 
-def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, every: int = 1) -> Port:
+def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, every: int = 1, steps: int | None = None) -> Port:
     """A torch optimizer, its state sampled, in the words of no framework.
 
     Args:
@@ -243,12 +327,13 @@ def port_of(optimizer: Any, names: Mapping[int, str], scheduler: Any = None, eve
         names: of its parameters, by `id`.
         scheduler: of it.
         every: steps to each step of the scheduler.
+        steps: of the scheduler, to be taken from torch's own code; None for its formula.
 
     Raises:
         InputError: it has no twin.
     """
     room = frameworks.load("torch.optimizers")
-    known = room.read(optimizer, names, moves(scheduler, every, None) if scheduler is not None else None)
+    known = room.read(optimizer, names, moves(scheduler, every, steps) if scheduler is not None else None)
     state = {
         name: {key: sample(name, value) if isinstance(value, np.ndarray) else value for key, value in entries.items()}
         for name, entries in room.read_state(optimizer, names).items()
@@ -268,6 +353,28 @@ def chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield chunk
 
 
+def checked_batches(batches: Any) -> list[tuple[Any, ...]]:
+    """Batches with their arrays in NumPy.
+
+    Raises:
+        InputError: they are none; all problems at once.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise InputError(
+            f"batches must be an iterable of batches, each a tuple of arrays, got {frameworks.describe(batches)}; a single one "
+            "is [(x, y)]"
+        )
+    known = list(batches)
+    problems = [
+        f"batch {number} is {frameworks.describe(batch)}; put it into a tuple, as in (batch,)"
+        for number, batch in enumerate(known)
+        if not isinstance(batch, tuple | list)
+    ]
+    if problems:
+        raise InputError(listed("each batch must be a tuple of what the loss takes behind the model", problems))
+    return [plain(batch) for batch in known]
+
+
 def plain(batch: Sequence[Any]) -> tuple[Any, ...]:
     """A batch with its arrays in NumPy."""
     rooms = (frameworks.load("torch"), frameworks.load("nnx"))
@@ -277,6 +384,19 @@ def plain(batch: Sequence[Any]) -> tuple[Any, ...]:
         return np.array(room.to_numpy(value)) if room else np.array(value) if isinstance(value, np.ndarray) else value
 
     return mapped(array, tuple(batch))
+
+
+def refuse_no_number(drift: Sequence[Drift]) -> None:
+    """Refuse runs that show nothing, for the loss is no number on either side from the start.
+
+    Raises:
+        InputError: that is so.
+    """
+    if drift and not np.isfinite(drift[0].loss) and not np.isfinite(drift[0].flax_loss):
+        raise InputError(
+            f"the loss is {drift[0].loss} in torch and {drift[0].flax_loss} in Flax in the first step already: there is "
+            "nothing to compare; look at the first batch and the parameters"
+        )
 
 
 def refuse_other_start(pairing: Pairing, mine: Arrays, theirs: Arrays) -> None:

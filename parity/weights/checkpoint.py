@@ -103,7 +103,7 @@ def check_name(path: Path) -> None:
         return
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{str(path)!r} cannot be used: {reason}; check the path") from error
+        raise InputError(f"{str(path)!r} cannot be used: {reason}; check the path", "file-unreadable") from error
 
 
 def is_path(value: Any) -> bool:
@@ -125,9 +125,9 @@ def located(path: Path, *, source: bool) -> tuple[Format, Path]:
     if source and path.is_dir():
         return in_folder(path)
     if source and not path.exists():
-        raise InputError(f"{path} does not exist; check the path")
+        raise InputError(f"{path} does not exist; check the path", "file-missing")
     if path.suffix and not path.is_dir():
-        raise InputError(f"{path.name} says no kind of checkpoint by its end; known are {KINDS}")
+        raise InputError(f"{path.name} says no kind of checkpoint by its end; known are {KINDS}", "file-unreadable")
     return SHARDED, path / f"model{INDEX}"
 
 
@@ -150,7 +150,8 @@ def in_folder(path: Path) -> tuple[Format, Path]:
     lonely = [file.name for file in found if (of := NUMBERED.search(file.stem)) and int(of[2]) > 1]
     if lonely:
         raise InputError(
-            f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too"
+            f"{path} holds {', '.join(lonely[:4])} without the index that says what belongs together; fetch it too",
+            "file-missing",
         )
     if len(found) == 1:
         return located(found[0], source=True)
@@ -160,7 +161,8 @@ def in_folder(path: Path) -> tuple[Format, Path]:
     names = ", ".join(file.name for file in found or sorted(path.iterdir())[:5]) or "nothing"
     raise InputError(
         f"{path} holds {names}; a folder must hold one *{INDEX} with its shards, one .safetensors file, "
-        "or an Orbax checkpoint: give the path of the file that is meant"
+        "or an Orbax checkpoint: give the path of the file that is meant",
+        "file-unreadable",
     )
 
 

@@ -205,7 +205,8 @@ QUANTISED = (
     ("bitsandbytes", re.compile(r"(?:(.*)\.)?(weight\.(?:absmax|quant_map|nested_absmax|quant_state\.\w+)|SCB|weight_format)")),
     ("GPTQ or AWQ", re.compile(r"(?:(.*)\.)?(qweight|qzeros|scales|g_idx)")),
     ("compressed-tensors", re.compile(r"(?:(.*)\.)?(weight_packed|weight_scale|weight_zero_point|weight_shape)")),
-    ("torch", re.compile(r"(?:(.*)\.)?(_packed_params\..*)")),
+    # Of a layer that torch.ao quantised a state_dict has two numbers and no array of weights.
+    ("torch", re.compile(r"(?:(.*)\.)?(_packed_params\..*|scale|zero_point)")),
 )
 
 

@@ -22,7 +22,8 @@ def empty(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         as a dropout layer's, gets keys from seed 0 then.
 
     Raises:
-        InputError: `build` made no `nnx.Module`, or one that holds arrays without an `nnx.Variable` around them.
+        InputError: `build` does not take `rngs`, made no `nnx.Module`, or one that holds arrays without an `nnx.Variable`
+            around them.
         MissingFrameworkError: Flax is not installed.
     """
     return load("nnx").empty(build, *args, **kwargs)

@@ -152,7 +152,9 @@ def below(contents: Contents, key: str, path: Path) -> Contents:
     found = [leaf for leaf in contents.leaves if leaf.path.startswith(start)]
     if not found:
         tops = dict.fromkeys(leaf.path.partition(".")[0] for leaf in contents.leaves)
-        raise InputError(f"{path} has nothing under the key {key!r}; at its top it has {', '.join(tops) or 'nothing'}")
+        raise InputError(
+            f"{path} has nothing under the key {key!r}; at its top it has {', '.join(tops) or 'nothing'}", "file-unreadable"
+        )
     return dataclasses.replace(contents, leaves=tuple(renamed(leaf, leaf.path.removeprefix(start), contents) for leaf in found))
 
 
@@ -255,9 +257,13 @@ def read_rename(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no rename file: it is no valid JSON ({error}); save one to see its form") from error
+        raise InputError(
+            f"{path} is no rename file: it is no valid JSON ({error}); save one to see its form", "file-unreadable"
+        ) from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} is no rename file: it holds a {type(found).__name__}, not an object from names to names")
+        raise InputError(
+            f"{path} is no rename file: it holds a {type(found).__name__}, not an object from names to names", "file-unreadable"
+        )
     if open_ := unconfirmed(found):
         raise InputError(
             f"{path} still has {len(open_)} suggestions that nobody confirmed, such as {open_[0]}; "
@@ -276,9 +282,9 @@ def size_of(path: Path) -> int:
         with path.open("rb"):
             size = path.stat().st_size
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; check the path") from error
+        raise InputError(f"{path} cannot be read: {error.strerror}; check the path", "file-unreadable") from error
     if not size:
-        raise InputError(f"{path} is empty (0 bytes); fetch or write it again")
+        raise InputError(f"{path} is empty (0 bytes); fetch or write it again", "file-unreadable")
     return size
 
 
@@ -343,7 +349,9 @@ def beside(path: Path) -> Iterator[Path]:
         replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror or error}; it is as it was before") from error
+        raise InputError(
+            f"{path} could not be written: {error.strerror or error}; it is as it was before", "file-unwritable"
+        ) from error
     finally:
         remove(temporary)
 

@@ -1,5 +1,6 @@
 """What every framework is reduced to: arrays under dotted paths, read when they are needed."""
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -108,6 +109,7 @@ class Leaf:
         merged: paths of the arrays that it is computed from, if the model has no such array itself.
         loose: whether it may stay without counterpart, because it may be a constant that the model computed.
         new: whether it lies in a file that is still to be made, so that nothing stands in its place.
+        digest: of the whole array, where that is all that is known of its values.
     """
 
     path: str
@@ -130,6 +132,7 @@ class Leaf:
     merged: tuple[str, ...] = ()
     loose: bool = False
     new: bool = False
+    digest: str = ""
 
     @property
     def array_path(self) -> str:
@@ -187,6 +190,7 @@ class Layer:
         own_path: dotted path in the framework's own words.
         also: as of a leaf.
         by_name: as of a leaf; then it has no settings.
+        named: the names of its settings, those of layers inside left out.
     """
 
     path: str
@@ -195,6 +199,7 @@ class Layer:
     own_path: str = ""
     also: tuple[str, ...] = ()
     by_name: bool = False
+    named: Callable[[], list[str]] = field(default=list, compare=False, repr=False)
 
 
 def gathered(arrays: Iterable[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
@@ -220,3 +225,10 @@ def gathered(arrays: Iterable[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:
             raise ValueError(f"{path} has {whole[path].size} values, and its parts {filled[path]}")
         whole[path] = part.before.inverse().apply(whole[path]) if part.before else whole[path]
     return whole
+
+
+def digest(array: np.ndarray) -> str:
+    """What two arrays share exactly if they have the same shape, dtype and bits, for all that anyone can tell."""
+    told = hashlib.blake2b(f"{array.dtype} {array.shape} ".encode(), digest_size=16)
+    told.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return told.hexdigest()

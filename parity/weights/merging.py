@@ -76,7 +76,10 @@ class Merged(Tree):
             if note:
                 first, *others = leaf.merged
                 made[first] = leaf
-                gone |= set(others)
+                if one.kind == "recurrent biases" and is_gru(one):
+                    made[others[0]] = inside_the_gate(one)
+                else:
+                    gone |= set(others)
                 self.notes += (note,)
         if problems:
             raise InputError(listed("merge", problems))
@@ -129,23 +132,14 @@ class Merged(Tree):
         return compute, how + not_finite(one, compute())
 
     def biases(self, one: Computed) -> str:
-        """What is said of the sum of two biases.
-
-        Raises:
-            InputError: the bias inside the reset gate of a GRU is not 0.
-        """
-        first, second = one.pieces["ih"].read(), one.pieces["hh"].read()
+        """What is said of the sum of two biases."""
+        first, second = one.pieces["ih"].read(), outside_the_gate(one)
         if not (second != 0).any():
             return ""
-        third = len(second) // 3
-        if is_gru(one) and (second[2 * third :] != 0).any():
-            raise InputError(
-                f"the last third of {one.pieces['hh'].path} (b_hn) stands inside the reset gate and no other bias can hold it: "
-                "n = tanh(W_in x + b_in + r * (W_hn h + b_hn)); write a cell of your own that adds b_hn there, "
-                "or train torch with it at 0"
-            )
         exact = first.astype(np.float64) + second.astype(np.float64) == sum_of_biases(one).astype(np.float64)
-        return f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded{not_finite(one, sum_of_biases(one))}"
+        apart = f"; b_hn, the last third of {one.pieces['hh'].path}, stays apart inside the reset gate" if is_gru(one) else ""
+        rounded = f"a sum of which {int((~exact).sum())} of {exact.size} values are rounded"
+        return f"{rounded}{not_finite(one, sum_of_biases(one))}{apart}"
 
 
 def not_finite(one: Computed, found: np.ndarray) -> str:
@@ -163,9 +157,29 @@ def is_gru(one: Computed) -> bool:
 
 
 def sum_of_biases(one: Computed) -> np.ndarray:
-    """Both biases in one, in their own dtype; the last third of a GRU's second one is 0 and adds nothing."""
+    """Both biases in one, in their own dtype, but for what stands inside a gate."""
     with np.errstate(over="ignore"):
-        return np.asarray(one.pieces["ih"].read() + one.pieces["hh"].read())
+        return np.asarray(one.pieces["ih"].read() + outside_the_gate(one))
+
+
+def outside_the_gate(one: Computed) -> np.ndarray:
+    """The second bias as far as it is added to the first: not b_hn of n = tanh(W_in x + b_in + r * (W_hn h + b_hn))."""
+    second = np.array(one.pieces["hh"].read())
+    if is_gru(one):
+        second[len(second) // 3 * 2 :] = 0
+    return second
+
+
+def inside_the_gate(one: Computed) -> Leaf:
+    """The second bias of a GRU, of which the first two gates have gone into the first bias."""
+    second = one.pieces["hh"]
+
+    def read() -> np.ndarray:
+        values = np.array(second.read())
+        values[: len(values) // 3 * 2] = 0
+        return values
+
+    return replace(second, identity=("inside the gate", second.identity), read=read, share=lambda axes: read().transpose(axes))
 
 
 def unbased(leaf: Leaf, owners: set[str]) -> Leaf:

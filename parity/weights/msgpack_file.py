@@ -170,7 +170,9 @@ def read(path: Path) -> Contents:
         collect(tree, (), data, leaves, others, path)
     except CorruptError as error:
         known = looks_like(bytes(data.data[:40]))
-        raise InputError(f"{path} is no msgpack file of Flax's: {error}{known or '; fetch or write it again'}") from error
+        raise InputError(
+            f"{path} is no msgpack file of Flax's: {error}{known or '; fetch or write it again'}", "file-unreadable"
+        ) from error
     notes = (f"{path.name}: no arrays, so left out: {', '.join(others)}",) if others else ()
     return Contents(tuple(leaves), "flax", {}, notes)
 

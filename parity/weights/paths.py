@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import fnmatch
 import re
 import zlib
 from collections import Counter
@@ -243,6 +244,11 @@ def unclear(entry: Renaming) -> str:
     if entry.key.layouts and entry.value.layouts:
         return "layouts stand behind both sides; write them behind Flax's name"
     return doubtful(entry.key.path, entry.key.counted) or doubtful(entry.value.path, entry.value.counted)
+
+
+def fits(path: str, pattern: str) -> bool:
+    """Whether a pattern of `ignore` means a path; one that is itself a path means that, whatever its brackets say."""
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
 def bare(name: str) -> str:

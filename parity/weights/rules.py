@@ -5,6 +5,7 @@ is one row here and one row in its test.
 """
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -393,7 +394,10 @@ def gates_apart(torch: str, linen: str, end: str, cell: str) -> Rule:
     alone: tuple[Alone, ...] = (second_bias(torch, end),)
     if kind == "GRU":
         leaves.append(LeafRule(f"bias_hh{end}[n]", f"{cell}hn.bias", zero_if=("bias", False)))
-        fold = f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        fold = (
+            'pass merge="recurrent biases" to send the rounded sum, or, for models that pass every level, '
+            f"add the first two thirds of bias_hh{end} to bias_ih{end} in torch and set them to 0"
+        )
         why = "Flax has one bias in this gate, and the rounded sum of two would be another function"
         alone = tuple(
             Alone(f"bias_hh{end}[{gate}]", f"{why}; {fold}; in training torch moves both biases", "zero") for gate in "rz"
@@ -539,6 +543,19 @@ LINEN = {
         )
     },
 }
+
+
+def in_words_of(layer: Layer | None, sentence: str) -> str:
+    """A sentence that names layers of NNX in the names that a Linen user knows, if the layer is one of Linen's."""
+    if layer is None or not any(kind.startswith("flax.linen.") for kind in layer.kinds):
+        return sentence
+
+    def own(found: re.Match[str]) -> str:
+        name = LINEN.get(f"flax.nnx.{found[2]}", f"flax.linen.{found[2]}").removeprefix("flax.")
+        return f"{'a ' if found[1] else ''}{name}"
+
+    return re.sub(r"\b(an )?nnx\.(\w+)", own, sentence)
+
 
 # What a leaf of a tree, where no layer is known, is called in torch, by its name in Flax.
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}

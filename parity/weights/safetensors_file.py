@@ -83,11 +83,13 @@ def tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
         header, start = parse_header(file, size, path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InputError(f"{path} is corrupt: its __metadata__ is no mapping from text to text; fetch or write it again")
+        raise InputError(
+            f"{path} is corrupt: its __metadata__ is no mapping from text to text; fetch or write it again", "file-unreadable"
+        )
     problems = [problem for name, entry in header.items() if (problem := entry_problem(name, entry))]
     problems = problems or overlaps(header, size - start)
     if problems:
-        raise InputError(listed(f"{path} is corrupt, fetch or write it again", problems))
+        raise InputError(listed(f"{path} is corrupt, fetch or write it again", problems), "file-unreadable")
     data = Mapped(path)
 
     def reader(begin: int, shape: tuple[int, ...], dtype: str) -> Callable[[], np.ndarray]:
@@ -108,14 +110,20 @@ def parse_header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any],
         known = looks_like(start + file.read(32))
         raise InputError(
             f"{path} is no safetensors file, or is cut short: its header would be {length:,} bytes long, "
-            f"the file has {size:,}{known or '; fetch or write it again'}"
+            f"the file has {size:,}{known or '; fetch or write it again'}",
+            "file-unreadable",
         )
     try:
         header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is corrupt: its header is no valid JSON ({error}); fetch or write it again") from error
+        raise InputError(
+            f"{path} is corrupt: its header is no valid JSON ({error}); fetch or write it again", "file-unreadable"
+        ) from error
     if not isinstance(header, dict):
-        raise InputError(f"{path} is corrupt: its header is a {type(header).__name__}, not an object; fetch or write it again")
+        raise InputError(
+            f"{path} is corrupt: its header is a {type(header).__name__}, not an object; fetch or write it again",
+            "file-unreadable",
+        )
     return header, 8 + length
 
 

@@ -58,10 +58,14 @@ class Sharded:
         names, files = index["weight_map"], sorted(set(index["weight_map"].values()))
         outside = [file for file in files if not inside(file)]
         if outside:
-            raise InputError(f"{path} names {', '.join(outside)}, outside its folder; a shard must lie beside its index")
+            raise InputError(
+                f"{path} names {', '.join(outside)}, outside its folder; a shard must lie beside its index", "file-unreadable"
+            )
         missing = [file for file in files if not (path.parent / file).is_file()]
         if missing:
-            raise InputError(f"{path} names {', '.join(missing)}, and {path.parent} has no such files; fetch them too")
+            raise InputError(
+                f"{path} names {', '.join(missing)}, and {path.parent} has no such files; fetch them too", "file-missing"
+            )
         found: dict[str, Leaf] = {}
         metadata: dict[str, str] = {}
         problems = []
@@ -73,7 +77,7 @@ class Sharded:
             found |= shard
         problems += [f"{name} is not in {file}, where the index has it" for name, file in names.items() if name not in found]
         if problems:
-            raise InputError(listed(f"{path} and its shards disagree, fetch them again", problems))
+            raise InputError(listed(f"{path} and its shards disagree, fetch them again", problems), "file-unreadable")
         given = index.get("metadata")
         own = {k: str(v) for k, v in given.items() if k != "total_size"} if isinstance(given, dict) else {}
         contents = self.contents(found, metadata | own, path)
@@ -121,10 +125,12 @@ def parse_index(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             known = looks_like(file.read(40))
         reason = f"it is no valid JSON ({error}){known or '; fetch or write it again'}"
-        raise InputError(f"{path} is no index file: {reason}") from error
+        raise InputError(f"{path} is no index file: {reason}", "file-unreadable") from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
-        raise InputError(f"{path} is no index file: it has no weight_map from names to files; fetch or write it again")
+        raise InputError(
+            f"{path} is no index file: it has no weight_map from names to files; fetch or write it again", "file-unreadable"
+        )
     return index
 
 

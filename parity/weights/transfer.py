@@ -20,7 +20,8 @@ from parity.weights.files import Tree, count_nan, read_rename, same_bits
 from parity.weights.layouts import Layout
 from parity.weights.leaf import DTYPES, Leaf, gathered
 from parity.weights.merging import Merged
-from parity.weights.pairing import Pair, Pairing, pair, room_of
+from parity.weights.pairing import Pairing, pair, room_of
+from parity.weights.pairs import Pair
 from parity.weights.plan import Unpaired, draft
 
 
@@ -120,9 +121,9 @@ class Transfer:
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines; the value itself is left out."""
-        from parity.report.data import as_data
+        from parity.report.data import document
 
-        return as_data(self, leave_out=("value", "rename")) | {"arrays": len(self.plan), "bytes": self.bytes}
+        return document("transfer", self, ("value", "rename"), arrays=len(self.plan), bytes=self.bytes)
 
 
 def transfer(

@@ -63,19 +63,18 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
         if op.masks and op.name.rstrip("_") in ("masked_fill", "where", "add", "baddbmm", "bitwise_not", "logical_not")
     ]
     for where, chosen in groups(ops):
-        if not chosen:
+        if not chosen or any(hides_by(op) != hides_by(chosen[0]) for op in chosen):
             continue
-        name = chosen[0].name.rstrip("_")
-        if any(op.name.rstrip("_") != name for op in chosen):
-            continue
-        yield from other_fills(suspect, chosen, name, where)
-        yield from weak_fills(suspect, chosen, where) if name == "add" else ()
-        for variant in other_masks(suspect, chosen, name, where):
+        yield from other_fills(suspect, chosen, where)
+        yield from weak_fills(suspect, chosen, where) if hides_by(chosen[0]) == "add" else ()
+        for variant in other_masks(suspect, chosen, where):
             yield variant
             yield from then_nan(suspect, variant)
     yield from behind(suspect, ops)
-    for op in suspect.named("add"):
-        if op.switches and len(op.shapes) == 2:
+    if not ops:
+        yield from where_torch_has_none(suspect)
+    for op in suspect.named("add", "baddbmm"):
+        if op.switches and len(op.shapes) == (3 if op.name.startswith("baddbmm") else 2):
             for shows in (True, False):
                 yield Variant(
                     f"a mask of 0 and 1 is a switch in Flax, {'1 shows' if shows else '1 hides'}; torch adds its numbers",
@@ -83,6 +82,31 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
                     suspect.edited([op], "number as mask", shows=shows),
                 )
     yield from joined(suspect)
+
+
+def hides_by(op: Operation) -> str:
+    """How an operation hides: `where` that puts one number in the place of scores is a masked fill, as said otherwise."""
+    name = op.name.rstrip("_")
+    return "where as fill" if name == "where" and op.shape and () in op.shapes[1:] else name
+
+
+def hiding(suspect: Suspect, chosen: list[Operation], edit: str, **settings: Any) -> Edited:
+    """An edit of masked fills, or of what fills in other words."""
+    if hides_by(chosen[0]) == "where as fill":
+        return suspect.edited(chosen, "as masked fill", inner=edit, settings=settings)
+    return suspect.edited(chosen, edit, **settings)
+
+
+def where_torch_has_none(suspect: Suspect) -> Iterator[Variant]:
+    """A causal mask that torch has not, as with a single query that sees all keys before it."""
+    for softmax in suspect.named("softmax", "safe_softmax"):
+        shape = softmax.shape
+        for steps in diagonals(shape) if len(shape) > 1 and shape[-1] > 1 else ():
+            yield Variant(
+                f"a causal mask, {told_diagonal(steps, shape)}, hides what torch shows: it has no mask",
+                "leave is_causal or the mask out: a single query sees every key that is there",
+                suspect.edited([softmax], "causal", steps=steps),
+            )
 
 
 JOINS = ("bitwise_or", "bitwise_and", "logical_or", "logical_and", "mul")
@@ -134,7 +158,7 @@ def then_nan(suspect: Suspect, variant: Variant) -> Iterator[Variant]:
 
 def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
     """A mask that is applied to the weights, when softmax has counted what it hides."""
-    places = {"masked_fill": 1, "where": 0, "add": 1}
+    places = {name: place for name, place in PLACES.items() if name not in FILLING[1:]}
     for softmax in suspect.named("softmax", "safe_softmax"):
         before = [op for op in ops if op.number < softmax.number and op.name.rstrip("_") in places]
         for share in (False, True) if before else ():
@@ -152,8 +176,8 @@ def behind(suspect: Suspect, ops: list[Operation]) -> Iterator[Variant]:
             )
 
 
-def ways_of(shape: tuple[int, ...]) -> list[tuple[str, str, str]]:
-    """What may be done to a mask of that shape: the edit, in words, and what to do."""
+def ways_of(shape: tuple[int, ...], scores: tuple[int, ...] = ()) -> list[tuple[str, str, str]]:
+    """What may be done to a mask of that shape, on scores of that: the edit, in words, and what to do."""
     ways = [
         (
             "inverted",
@@ -168,40 +192,54 @@ def ways_of(shape: tuple[int, ...]) -> list[tuple[str, str, str]]:
     if len(shape) > 1 and shape[-2] > 1:
         ways += [("shifted up", "the mask is shifted by one query", "line it up with the queries")]
         ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
+        ways += [
+            (f"{does} one more {end}", f"the mask {does} one key more {end}", "let it end where torch's does")
+            for does in ("shows", "hides")
+            for end in ("before", "behind", "at both ends")
+        ]
         if shape[-1] == shape[-2]:
             ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
+    if shape[-2:-1] == (1,) and shape[-1] > 1 and scores[-2:] == (shape[-1],) * 2:
+        ways += [("transposed", "the mask hides queries in place of keys", "mask[..., None, :]")]
     return ways
 
 
-def other_masks(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
-    place = {"masked_fill": 1, "where": 0, "add": 1}.get(name)
-    if place is None:
+# The place of the mask among the operands of what hides.
+PLACES = {"masked_fill": 1, "where as fill": 1, "where": 0, "add": 1}
+FILLING = ("masked_fill", "where as fill")
+
+
+def other_masks(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
+    name = hides_by(chosen[0])
+    if name not in PLACES:
         return
-    shape = chosen[0].shapes[min(place, len(chosen[0].shapes) - 1)]
-    for way, what, change in ways_of(shape):
-        yield Variant(f"{what}{where}", change, suspect.edited(chosen, "mask", way=way, at=place))
+    # A fill in other words has the mask in front.
+    place, given = PLACES[name], 0 if name == "where as fill" else PLACES[name]
+    shape, scores = chosen[0].shapes[min(given, len(chosen[0].shapes) - 1)], chosen[0].shape
+    for way, what, change in ways_of(shape, scores):
+        yield Variant(f"{what}{where}", change, hiding(suspect, chosen, "mask", way=way, at=place))
     if len(shape) == 4 and shape[1] == shape[2] == 1 and shape[0] > 1:
         yield Variant(
             f"a mask (batch, keys) is read as (queries, keys){where}",
             "mask[:, None, None, :]",
-            suspect.edited(chosen, "mask", way="broadcast over queries", at=place),
+            hiding(suspect, chosen, "mask", way="broadcast over queries", at=place),
         )
     if len(shape) > 1 and shape[-2] > 1:
         for steps in diagonals(shape):
             yield Variant(
                 f"the causal mask is {told_diagonal(steps, shape)}{where}",
                 "line the diagonal up as torch does: jnp.tril(..., k=...)",
-                suspect.edited(chosen, "mask", way="causal", at=place, steps=steps),
+                hiding(suspect, chosen, "mask", way="causal", at=place, steps=steps),
             )
-    if name in ("masked_fill", "add"):
-        yield Variant(f"the mask is not used{where}", "pass the mask on", suspect.edited(chosen, "left out"))
-    if name == "masked_fill":
+    if name in (*FILLING, "add"):
+        yield Variant(f"the mask is not used{where}", "pass the mask on", hiding(suspect, chosen, "left out"))
+    if name in FILLING:
         for sign in (1.0, -1.0):
             meaning = "1 where torch hides" if sign > 0 else "0 where torch hides"
             yield Variant(
                 f"the mask is added to the scores as numbers, {meaning}{where}",
                 "hide by jnp.where(mask, scores, -inf)",
-                suspect.edited(chosen, "mask as number", sign=sign),
+                hiding(suspect, chosen, "mask as number", sign=sign),
             )
     if name == "add":
         yield Variant(f"the mask is added twice{where}", "add it once", suspect.edited(chosen, "twice", operand=1))
@@ -212,26 +250,31 @@ FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.797693134
 WEAK = (0.0, -1.0, -10.0, -100.0, -1e3, -1e5)
 
 
-def other_fills(suspect: Suspect, chosen: list[Operation], name: str, where: str) -> Iterator[Variant]:
+def other_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
     """Another number in hidden places; it shows where a query sees nothing."""
-    if name == "masked_fill" and len(chosen[0].args) > 2 and chosen[0].args[2] is not None:
-        mine = chosen[0].args[2]
-        for value in (*FILLS, *WEAK):
-            if value != mine:
-                finite = f"finite in Flax, as {value:g}," if math.isinf(mine) else f"{value:g} in Flax"
-                got = "NaN" if math.isinf(value) else "the average of all values"
-                got = "no place is hidden" if value in WEAK else f"a query that sees nothing gets {got}"
+    if hides_by(chosen[0]) not in FILLING:
+        return
+    # What is given as an array is not on the record.
+    mine = next(iter(chosen[0].args[2:3]), None) if hides_by(chosen[0]) == "masked_fill" else None
+    own = f"{mine:g}" if mine is not None else "another number"
+    for value in (*FILLS, *WEAK):
+        if value != mine:
+            finite = f"finite in Flax, as {value:g}," if mine is not None and math.isinf(mine) else f"{value:g} in Flax"
+            got = "NaN" if math.isinf(value) else "the average of all values"
+            got = "no place is hidden" if value in WEAK else f"a query that sees nothing gets {got}"
+            fill = "torch's own number" if mine is None else own
+            yield Variant(
+                f"hidden scores are {finite} and {own} in torch{where}: {got}",
+                f"fill with {fill}",
+                hiding(suspect, chosen, "argument", index=2, value=value),
+            )
+            # Less 1 where hidden is, behind softmax, a mask of 0 and 1 that is added: told as that.
+            if math.isfinite(value) and value not in (0, -1):
                 yield Variant(
-                    f"hidden scores are {finite} and {mine:g} in torch{where}: {got}",
-                    f"fill with {mine:g}",
-                    suspect.edited(chosen, "argument", index=2, value=value),
+                    f"{value:g} is added to hidden scores in Flax, torch puts {own} in their place{where}",
+                    f"jnp.where(mask, {fill}, scores)",
+                    hiding(suspect, chosen, "fill added", value=value),
                 )
-                if math.isfinite(value) and value:
-                    yield Variant(
-                        f"{value:g} is added to hidden scores in Flax, torch puts {mine:g} in their place{where}",
-                        f"jnp.where(mask, {mine:g}, scores)",
-                        suspect.edited(chosen, "fill added", value=value),
-                    )
 
 
 def weak_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from parity.evidence.calls import ModuleCall
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
-from parity.evidence.hypotheses.tensors import MANY, at, at_all, known_values, named_factor
+from parity.evidence.hypotheses.tensors import MANY, answering, array_equal, at, at_all, given, known_values, named_factor
 from parity.evidence.trial import Place, is_array
 
 # A sum of more values than that is not looked for: a residual stream through four sublayers has five.
@@ -48,22 +48,6 @@ def left_out(suspect: Suspect) -> Iterator[Variant]:
             which = f", call {chosen[0].call + 1}" if len(chosen) < len(those) else ""
             what = f"{path}{which} is left out: what it is given stands for what it returns"
             yield Variant(what, f"apply {path}", replied(suspect, {one.key: through[one.key] for one in chosen}))
-
-
-def answering(suspect: Suspect) -> list[ModuleCall]:
-    """The calls below that return one array of floating point numbers."""
-    calls = [suspect.isolator.calls[key] for key in suspect.isolator.children.get(suspect.trial.torch.key, ())]
-    return [one for one in calls if is_array(one.output) and one.output.dtype.kind == "f"]
-
-
-def given(one: ModuleCall) -> np.ndarray | None:
-    """The only array that a module is given."""
-    arrays = [arg for arg in one.args if is_array(arg) and arg.dtype.kind == "f"]
-    return arrays[0] if len(arrays) == 1 else None
-
-
-def array_equal(a: np.ndarray | None, b: np.ndarray) -> bool:
-    return a is not None and a.shape == b.shape and np.array_equal(a, b)
 
 
 def told(one: ModuleCall) -> str:

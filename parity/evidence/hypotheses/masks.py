@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.tensors import at
-from parity.evidence.trial import PLAIN, Place, is_array
+from parity.evidence.trial import PLAIN, Place, is_array, like
 
 
 def given_masks(suspect: Suspect) -> Iterator[Variant]:
@@ -21,6 +21,10 @@ def given_masks(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(f"{place} is shifted by one {word}", f"line it up with the {word}s", at(place, moved))
         if mine.ndim > 1 and mine.shape[-1] == mine.shape[-2]:
             yield Variant(f"{place} has queries and keys exchanged", "mask[query, key]", at(place, mine.swapaxes(-1, -2)))
+        if mine.ndim == 4 and mine.shape[0] > 1 and (mine == mine[:, :1, :1]).all():
+            rows, text = mine[:, 0, 0][None, None], f"{place}: a mask (batch, keys) is read as (queries, keys)"
+            for way, said in ((rows, ""), (~rows, ", and inverted")):
+                yield Variant(f"{text}{said}", "mask[:, None, None, :]", at(place, like(way, mine)))
         yield from parts(suspect, place, mine)
         yield from diagonals(place, mine)
 

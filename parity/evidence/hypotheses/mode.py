@@ -24,3 +24,24 @@ def random_numbers(suspect: Suspect) -> Iterator[Variant]:
             # Whatever Flax drew, it drew: nothing of torch's can be put beside it.
             lambda: {place: array for place, array in suspect.trial.actual.items() if place in drawn},
         )
+
+
+# What jax calls the operations that make random numbers.
+DRAWING = ("random_bits", "threefry2x32", "random_gamma")
+
+
+def key_of_its_own(suspect: Suspect) -> Iterator[Variant]:
+    """Random numbers from a key that the code makes: the same in each run, and never torch's."""
+    one = suspect.subject
+    try:
+        program, _ = one.flax.traced(one.flax_model, one.call)
+    except Exception:
+        # What cannot be traced shows nothing.
+        return
+    if any(name in program for name in DRAWING):
+        yield Variant(
+            "Flax draws random numbers with a key that its code makes, as a dropout that ignores the mode does",
+            "draw nothing in eval mode",
+            # As above: nothing of torch's can be put beside what is drawn.
+            lambda: {place: suspect.trial.actual[place] for place in suspect.differing if place in suspect.trial.actual},
+        )

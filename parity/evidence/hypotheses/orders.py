@@ -130,6 +130,10 @@ def flattened(suspect: Suspect) -> Iterator[Variant]:
             )
 
 
+# Pairs of slices that are tried.
+MOST_SLICES = 24
+
+
 def pieces(suspect: Suspect) -> Iterator[Variant]:
     """The pieces of a split (q, k, v; gate and value), or of what is put together, in another order."""
     yield from joined_pieces(suspect)
@@ -139,6 +143,7 @@ def pieces(suspect: Suspect) -> Iterator[Variant]:
             "value * sigmoid(gate), where the value is the first half",
             suspect.edited([op], "gated", value="identity", gate="sigmoid", exchanged=True),
         )
+    yield from exchanged_slices(suspect)
     by_count: dict[int, list[Operation]] = {}
     for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
         by_count.setdefault(pieces_of(op), []).append(op)
@@ -152,6 +157,21 @@ def pieces(suspect: Suspect) -> Iterator[Variant]:
                     "take them in torch's order",
                     suspect.edited(chosen, "parts", order=order),
                 )
+
+
+def exchanged_slices(suspect: Suspect) -> Iterator[Variant]:
+    """Two slices of one value, such as `x[..., :n]` and `x[..., n:]`, each in the place of the other."""
+    slices = [op for op in suspect.named("slice") if len(op.args) > 3 and (0,) in op.operands and op.shape != op.shapes[0]]
+    for one, other in list(itertools.combinations(slices, 2))[:MOST_SLICES]:
+        same = (one.operands, one.args[1], one.shape) == (other.operands, other.args[1], other.shape)
+        if same and one.args[2:4] != other.args[2:4]:
+            ends = [{"start": op.args[2] or 0, "end": op.args[3]} for op in (other, one)]
+            edits = [(op, "moved slice", place) for op, place in zip((one, other), ends, strict=True)]
+            yield Variant(
+                f"two slices of {one.shapes[0]}, from {ends[1]['start']} and from {ends[0]['start']} on, are exchanged",
+                "take them in torch's order",
+                suspect.edited_each(edits),
+            )
 
 
 def joined_pieces(suspect: Suspect) -> Iterator[Variant]:

@@ -7,17 +7,20 @@ import numpy as np
 
 from parity.evidence.hypotheses.suspect import Suspect, Variant
 from parity.evidence.hypotheses.tensors import at, factor, floats, known_values, named_factor
-from parity.evidence.trial import Place
+from parity.evidence.numerics import comparable, same_specials
+from parity.evidence.trial import Place, is_array
 
 
 def summing(suspect: Suspect) -> Iterator[Variant]:
-    """An operand of a sum left out, or taken twice."""
+    """An operand of a sum left out, taken twice, or with the other sign."""
     for op in suspect.named("add", "sub"):
         if len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]:
             for edit in ("left out", "other operand"):
                 yield Variant("one term of a sum is not added", "add both", suspect.edited([op], edit))
             for operand in (0, 1):
                 yield Variant("one term of a sum is added twice", "add it once", suspect.edited([op], "twice", operand=operand))
+                what = f"one term has the other sign where torch computes {op.name.strip('_')}"
+                yield Variant(what, "give it torch's sign", suspect.edited([op], "other sign", operand=operand))
     for place, delta in finite_differences(suspect):
         for name, array in addends(suspect, delta.shape):
             yield from in_part(suspect, place, delta, name, array)
@@ -71,6 +74,34 @@ def unguarded(suspect: Suspect) -> Iterator[Variant]:
                 f"bound it as torch does: jnp.{'nan_to_num' if op.name.startswith('nan') else 'clip'}",
                 suspect.edited([op], "left out"),
             )
+        bound = op.args[1] if len(op.args) > 1 else None
+        if isinstance(bound, float) and 0 < bound <= 1e-2 and not op.name.startswith("clamp_max"):
+            yield Variant(
+                f"{bound:g} is added in Flax where torch takes no less than it",
+                f"jnp.maximum(x, {bound:g})",
+                suspect.edited([op], "plus", by=bound),
+            )
+
+
+def one_sided(suspect: Suspect) -> Iterator[Variant]:
+    """NaN or infinity on one side, beside numbers that agree: where nothing tells what makes it, that is all that is wrong."""
+    values, sides = {}, set[str]()
+    for place in suspect.differing:
+        mine, theirs = suspect.trial.expected.get(place), suspect.trial.actual.get(place)
+        if not is_array(mine) or not comparable(theirs, mine) or mine.dtype.kind != "f":
+            return
+        apart = ~same_specials(theirs, mine)
+        if not apart.any():
+            return
+        values[place] = np.where(apart, theirs, mine)
+        sides |= {"Flax" if not np.isfinite(theirs[apart]).all() else "torch"}
+    if len(sides) == 1:
+        side, other = ("Flax", "torch") if sides == {"Flax"} else ("torch", "Flax")
+        yield Variant(
+            f"{side} has NaN or infinity where {other} has other numbers; all else agrees",
+            "look at what divides, takes a root or a logarithm, or hides a whole row, and write it as torch does",
+            lambda: values,
+        )
 
 
 def scaling(suspect: Suspect) -> Iterator[Variant]:
@@ -78,9 +109,14 @@ def scaling(suspect: Suspect) -> Iterator[Variant]:
     yield from factor(suspect)
     for op in suspect.named("mul", "div"):
         number = op.args[1] if len(op.args) > 1 else None
+        does, other = ("multiply", "divide") if op.name.startswith("mul") else ("divide", "multiply")
+        if len(op.shapes) == 2:
+            taken, wanted = ("quotient", "product") if does == "multiply" else ("product", "quotient")
+            what = f"Flax takes the {taken} of two arrays where torch takes their {wanted}"
+            yield Variant(what, f"{does} the first by the second", suspect.edited([op], "inverted"))
         if not isinstance(number, int | float) or not number:
             continue
-        does, other, by = ("multiply", "divide", number) if op.name.startswith("mul") else ("divide", "multiply", 1 / number)
+        by = number if does == "multiply" else 1 / number
         name = named_factor(number, op.shape)
         for edit, settings, what in (
             ("left out", {}, f"Flax does not {does} by {name}"),

@@ -10,8 +10,8 @@ import numpy as np
 from parity.evidence.calls import Operation
 from parity.evidence.hypotheses.weight import Arrays, Weight
 from parity.evidence.isolation import Isolator
-from parity.evidence.judging import bound, in_parts, torch_again
-from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, finite_scale, largest_gap, same_specials
+from parity.evidence.judging import bound, in_parts, over, torch_again
+from parity.evidence.numerics import SEMANTICS_FACTOR, UNIT, comparable, finite_scale, largest_gap, same_specials
 from parity.evidence.trees import flatten
 from parity.evidence.trial import Place, Trial, by_argument, is_array, like
 from parity.weights.leaf import Layer, Leaf
@@ -208,14 +208,18 @@ class Suspect:
         if actual.dtype == value.dtype == bool:
             # A mask hides the same, however much of it is spelled out.
             actual, value = like(actual, value), like(value, actual)
-        if actual.shape != value.shape:
+        if not comparable(actual, value):
             return float("inf")
         a, b = in_parts(actual), in_parts(value)
         if not same_specials(a, b).all():
             return float("inf")
-        gap = largest_gap(a, b)
-        limit = max(self.trial.bounds.get(place, 0.0), bound(None, value)) + unit * finite_scale(b)
-        return gap / limit if limit else (0.0 if gap == 0 else float("inf"))
+        with np.errstate(invalid="ignore"):
+            gap = np.nan_to_num(np.abs(a - b), nan=0.0)
+        known = self.trial.bounds.get(place, np.zeros(b.shape))
+        # A value of another shape than torch's is allowed what the largest of torch's is.
+        known = known if known.shape == b.shape else np.full(b.shape, known.max(initial=0.0))
+        limit = np.maximum(known, bound(None, value)) + unit * finite_scale(b)
+        return float(over(gap, limit).max(initial=0.0))
 
     def explained(self, values: Values, unit: float = 0.0) -> tuple[dict[Place, float], bool]:
         """The differing places whose difference is gone, each with what is left, and whether none that agreed is broken."""
@@ -229,7 +233,7 @@ class Suspect:
         rows = []
         for place in self.differing:
             actual, value = self.trial.actual.get(place), values.get(place)
-            if not is_array(actual) or not is_array(value) or actual.shape != value.shape:
+            if not is_array(value) or not comparable(actual, value):
                 return np.zeros(0)
             # Of infinities on both sides nothing is left.
             with np.errstate(invalid="ignore"):

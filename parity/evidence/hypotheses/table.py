@@ -1,5 +1,6 @@
 """The table of hypotheses, and the door by which users add theirs."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("arguments exchanged", tensors.exchanged),
     Hypothesis("arguments exchanged", connections.answers_exchanged),
     Hypothesis("part of a value", tensors.part_of_a_value, cheap=True),
+    Hypothesis("axes of arguments", tensors.batch_for_length, cheap=True),
     Hypothesis("axes of arguments", tensors.axes_of_arguments),
     Hypothesis("order of heads", orders.heads),
     Hypothesis("flatten order", orders.flattened),
@@ -94,19 +96,23 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("factor", sums.scaling),
     Hypothesis("factor", connections.term_factors),
     Hypothesis("another value", tensors.another_value, cheap=True),
-    Hypothesis("another value", tensors.another_operand),
     Hypothesis("another value", connections.left_out),
+    Hypothesis("another value", tensors.another_operand),
     Hypothesis("part of a value", orders.summaries),
     Hypothesis("rotary pairs", tensors.pairs_of_channels),
     Hypothesis("rotary pairs", positions.halves_or_neighbours),
     Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
+    Hypothesis("dropout left on", mode.key_of_its_own, resort=True),
     Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("precision", rounding.pinned),
     Hypothesis("order of axes", tensors.axes, resort=True),
+    Hypothesis("NaN on one side", sums.one_sided, resort=True, cheap=True),
     Hypothesis("precision", rounding.precision, resort=True),
     Hypothesis("size of rounding", rounding.size_of_rounding, resort=True),
 ]
+
+BUILT_IN = frozenset(hypothesis.name for hypothesis in HYPOTHESES)
 
 
 def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) -> Hypothesis:
@@ -128,10 +134,48 @@ def add_hypothesis(name: str, variants: Callable[[Suspect], Iterable[Variant]]) 
     if not isinstance(name, str) or not name:
         problems.append(f"name must be some words, got {name!r}")
     if any(one.name == name for one in HYPOTHESES):
-        problems.append(f"there is a hypothesis {name!r} already; choose another name")
+        problems.append(f"there is a hypothesis {name!r} already; choose another name{taken_back(name)}")
     if not callable(variants):
         problems.append(f"variants must be a function of a suspect, got {variants!r}")
+    elif not takes_one(variants):
+        problems.append(f"variants must take one argument, the suspect; it takes {inspect.signature(variants)}")
     if problems:
         raise InputError("add_hypothesis: " + "; ".join(problems))
     HYPOTHESES.append(Hypothesis(name, variants))
     return HYPOTHESES[-1]
+
+
+def takes_one(function: Callable[..., object]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        # What is written in C tells nothing.
+        return True
+    return True
+
+
+def taken_back(name: str) -> str:
+    return ", or take it back by parity.remove_hypothesis" if name in added_names() else ""
+
+
+def added_names() -> list[str]:
+    """What users added, in their order."""
+    return [one.name for one in HYPOTHESES if one.name not in BUILT_IN]
+
+
+def remove_hypothesis(name: str) -> None:
+    """Take back what `add_hypothesis` added, as before it is added again in a notebook.
+
+    Args:
+        name: of a hypothesis that was added.
+
+    Raises:
+        InputError: none of that name was added.
+    """
+    if name not in added_names():
+        added = ", ".join(map(repr, added_names())) or "none"
+        raise InputError(f"remove_hypothesis: no hypothesis {name!r} was added; added are: {added}")
+    HYPOTHESES[:] = [one for one in HYPOTHESES if one.name != name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.evidence.calls import fingerprint
+from parity.evidence.calls import ModuleCall, fingerprint
 from parity.evidence.hypotheses.suspect import Suspect, Values, Variant
 from parity.evidence.trial import Place, by_argument, is_array
 
@@ -76,9 +76,12 @@ def part_of_a_value(suspect: Suspect) -> Iterator[Variant]:
                 parts |= {"the mean": array.mean(axis), "the sum": array.sum(axis), "the maximum": array.max(axis)}
                 torchs = next((part for part, value in parts.items() if np.array_equal(value, mine)), "")
                 source = f"{torchs} there" if torchs else "what torch does"
+                # Where torch takes no part of it either, it is another value that is wrong, and a part of that is taken.
+                cause = "" if torchs else "another value"
                 for part, value in parts.items():
                     if not np.array_equal(value, mine):
-                        yield Variant(f"{place} is {part} along axis {axis} of {name}", f"take {source}", at(place, value))
+                        what = f"{place} is {part} along axis {axis} of {name}"
+                        yield Variant(what, f"take {source}", at(place, value), name=cause)
 
 
 def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str, list[Place]]:
@@ -93,6 +96,22 @@ def by_source(suspect: Suspect, known: list[tuple[str, np.ndarray]]) -> dict[str
         else:
             nameless.append(place)
     return found | ({"": nameless[:1]} if nameless else {})
+
+
+def answering(suspect: Suspect) -> list[ModuleCall]:
+    """The calls below that return one array of floating point numbers."""
+    calls = [suspect.isolator.calls[key] for key in suspect.isolator.children.get(suspect.trial.torch.key, ())]
+    return [one for one in calls if is_array(one.output) and one.output.dtype.kind == "f"]
+
+
+def given(one: ModuleCall) -> np.ndarray | None:
+    """The only array that a module is given."""
+    arrays = [arg for arg in one.args if is_array(arg) and arg.dtype.kind == "f"]
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def array_equal(a: np.ndarray | None, b: np.ndarray) -> bool:
+    return a is not None and a.shape == b.shape and np.array_equal(a, b)
 
 
 def listed(places: list[Place]) -> str:
@@ -186,7 +205,11 @@ def residual(suspect: Suspect) -> Iterator[Variant]:
             yield Variant(f"{where} lacks {name}: a residual is not added", f"add {name}", at_all(less))
             more = {place: mine + array for place, mine in same.items()}
             yield Variant(f"{where} has {name} once too often", f"add {name} once", at_all(more))
+    # A module that is not applied is told by itself: what it is given is added where torch adds what it returns.
+    applied = [(given(one), one.output) for one in answering(suspect)]
     for (name, array), (other, instead) in itertools.permutations(known, 2) if len(known) <= MANY else ():
+        if any(array_equal(before, instead) and np.array_equal(after, array) for before, after in applied):
+            continue
         same = {
             place: mine - array + instead
             for place, mine in expected.items()
@@ -265,6 +288,19 @@ def axes(suspect: Suspect) -> Iterator[Variant]:
                 yield Variant(
                     f"{place} is moved by {step} along axis {axis}", "move it back", at(place, np.roll(mine, step, axis))
                 )
+
+
+def batch_for_length(suspect: Suspect) -> Iterator[Variant]:
+    """What is given to a layer with batch and length exchanged, as torch's layers want it unless they are told otherwise."""
+    both = suspect.trial.expected, suspect.trial.actual
+    given = [p for p in suspect.differing if p.child is not None and all(is_array(side.get(p)) for side in both)]
+    for child in dict.fromkeys(place.child for place in given):
+        places = [p for p in given if p.child == child and both[0][p].ndim > 1]
+        yield Variant(
+            f"what it gives {child} has its first two axes, batch and length, in the other order",
+            "give it x.swapaxes(0, 1), and swap what it returns: torch's layer has batch_first=False, Flax's has not",
+            lambda chosen=places: {place: both[0][place].swapaxes(0, 1) for place in chosen},
+        )
 
 
 def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:

@@ -155,8 +155,36 @@ def widths(op: Operation, name: str, new: tuple[int, ...]) -> Iterator[tuple[Pad
         yield tuple((t, 0) for t in wide), ", with padding in front to fit"
 
 
+# How operations pad, and how NumPy and jax call what else may be there.
+PADS = {"constant_pad_nd": "constant"} | {f"reflection_pad{n}d": "reflect" for n in (1, 2, 3)}
+PADS |= {f"replication_pad{n}d": "edge" for n in (1, 2, 3)}
+BORDERS = ("constant", "reflect", "symmetric", "edge", "wrap")
+VALUES = (0.0, 1.0, -1.0, float("-inf"))
+
+
+def other_borders(suspect: Suspect) -> Iterator[Variant]:
+    """The same number of elements put in front and behind, but others."""
+    for op in suspect.operations:
+        mine = PADS.get(op.name)
+        if mine is None or not all(isinstance(side, int) and side >= 0 for side in op.args[1]):
+            continue
+        value = op.args[2] if mine == "constant" and len(op.args) > 2 and op.args[2] is not None else 0.0
+        there = f"{value:g}" if mine == "constant" else repr(mine)
+        for mode in BORDERS:
+            for number in VALUES if mode == "constant" else (0.0,):
+                if (mode, number) == (mine, value) or (mode == mine and mode != "constant"):
+                    continue
+                here = f"{number:g}" if mode == "constant" else repr(mode)
+                yield Variant(
+                    f"Flax pads with {here}, torch with {there} (in the words of jnp.pad)",
+                    f"jnp.pad(x, ..., mode={mine!r}" + (f", constant_values={value:g})" if mine == "constant" else ")"),
+                    suspect.edited([op], "padded as", pads=tuple(op.args[1]), mode=mode, value=number),
+                )
+
+
 def padding_in_code(suspect: Suspect) -> Iterator[Variant]:
-    """What is padded with zeros by itself, padded at other ends."""
+    """What is padded by itself, padded with something else or at other ends."""
+    yield from other_borders(suspect)
     for op in suspect.named("constant_pad_nd"):
         mine = tuple(op.args[1])
         ends = list(zip(mine[::2], mine[1::2]))
@@ -233,6 +261,7 @@ def pooling(suspect: Suspect) -> Iterator[Variant]:
                 f"use nnx.{'max' if way == 'largest' else 'avg'}_pool",
                 suspect.edited([op], "pool", way=other, pads=same, fill=fill, count=count),
             )
+        yield from pool_settings(suspect, op, way)
         fill = float("-inf") if way == "largest" else 0.0
         shape = op.shapes[0][-spatial:]
         for pads in paddings(padding, kernel, stride, (1,) * spatial, shape):
@@ -240,9 +269,39 @@ def pooling(suspect: Suspect) -> Iterator[Variant]:
                 said = "" if count else ", not counted"
                 yield Variant(
                     f"Flax's window is padded by {pads}{said}, torch's by {padding} at both ends",
-                    f"set padding={same}" + (f", count_include_pad={counted}" if way == "mean" else ""),
+                    hanging(op, way) or f"set padding={same}" + (f", count_include_pad={counted}" if way == "mean" else ""),
                     suspect.edited([op], "pool", way=way, pads=pads, fill=fill, count=count),
                 )
+
+
+# Where the settings of a pool stand that Flax's have no word for, and what they are without one.
+CEIL = {"mean": 4, "largest": 5}
+
+
+def hanging(op: Operation, way: str) -> str:
+    """What to do where torch's last window hangs over the edge; '' where none does."""
+    if not (len(op.args) > CEIL[way] and op.args[CEIL[way]] is True):
+        return ""
+    rest = "take the mean of what is in the window alone" if way == "mean" else "pad behind with -jnp.inf"
+    return f"torch has ceil_mode=True, for which Flax has no word: let the last window hang over the edge, and {rest}"
+
+
+def pool_settings(suspect: Suspect, op: Operation, way: str) -> Iterator[Variant]:
+    """Windows over the edge, spread windows, and another divisor, none of which Flax's pools have."""
+    if hanging(op, way):
+        edit = suspect.edited([op], "argument", index=CEIL[way], value=False)
+        yield Variant("the window that hangs over the edge is left out: ceil_mode=True in torch", hanging(op, way), edit)
+    dilation = op.args[4] if way == "largest" and len(op.args) > 4 else 1
+    if any(step != 1 for step in (dilation if isinstance(dilation, tuple) else (dilation,))):
+        edit = suspect.edited([op], "argument", index=4, value=[1] * (len(op.args[1])))
+        yield Variant(
+            f"the window is not spread: dilation={dilation} in torch", "use jax.lax.reduce_window with window_dilation", edit
+        )
+    if way == "mean" and len(op.args) > 6 and op.args[6]:
+        edit = suspect.edited([op], "argument", index=6, value=None)
+        yield Variant(
+            f"the mean is taken where torch divides by {op.args[6]}", f"divide the sum of a window by {op.args[6]}", edit
+        )
 
 
 def spread(value: Any, spatial: int) -> tuple[int, ...]:

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from parity.dropout.masks import DropoutMasks, Place
 from parity.dropout.player import Player
@@ -93,6 +94,8 @@ class Frames:
         # A mask for every drop while a module is tried by itself, and the paths of those that were.
         self.pattern: Any = None
         self.tried: set[str] = set()
+        # The body of a scan while it is traced.
+        self.scan: Any = None
 
     @contextlib.contextmanager
     def inside(self, path: str, module: Any) -> Iterator[Frame]:
@@ -172,6 +175,8 @@ def replaying(
     frames = Frames(player)
 
     def around(module: Any, path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if path in player.silent:
+            return args[0] if args else kwargs["inputs"]
         with frames.inside(path, module) as frame:
             output = call(*args, **kwargs)
             if stock(module) and len(frame.drawn) == 1:
@@ -182,9 +187,143 @@ def replaying(
                 player.tell(problem)
         return output
 
-    with drawing(replayed(player, frames), frames.programs), followed(around):
+    with drawing(replayed(player, frames), frames.programs), scans_replayed(player, frames), followed(around):
         yield
     player.finish()
+
+
+@contextlib.contextmanager
+def scans_replayed(player: Player, frames: Frames) -> Iterator[None]:
+    """Let every step of a `jax.lax.scan` inside the model have masks of its own, in the order of its steps."""
+    original = jax.lax.scan
+
+    @functools.wraps(original)
+    def scan(f: Any, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, **kwargs: Any) -> Any:
+        plain = functools.partial(original, length=length, reverse=reverse, **kwargs)
+        if frames.here is None or frames.pattern is not None:
+            return plain(f, init, xs)
+        if frames.scan is not None:
+            with inside_scan(frames, Free()) as free:
+                found = plain(f, init, xs)
+            frames.scan.nested |= free.drew
+            return found
+        steps = int(jnp.shape(jax.tree.leaves(xs)[0])[0]) if length is None else int(length)
+        first = jax.tree.map(lambda array: jax.ShapeDtypeStruct(jnp.shape(array)[1:], jnp.result_type(array)), xs)
+        with inside_scan(frames, Probe()) as probe:
+            varying = drawn_anew(f, probe, init, first)
+        if probe.nested:
+            player.tell("dropout in a scan inside a scan cannot be replayed; write the outer one as a Python loop meanwhile")
+            with inside_scan(frames, Free()):
+                return plain(f, init, xs)
+        if not varying:
+            # No mask, or one for all steps: what torch drops besides is told as missing.
+            return plain(f, init, xs)
+        order = reversed(range(steps)) if reverse else range(steps)
+        taken = {step: [player.take(path, shape, rate) for path, shape, rate in probe.asked] for step in order}
+
+        def body(carry: Any, given: Any) -> Any:
+            with inside_scan(frames, Handing(given[1], stacks)):
+                return f(carry, given[0])
+
+        stacks = [
+            stacked([taken[step][place] for step in range(steps)], probe.asked[place][1]) for place in range(len(probe.asked))
+        ]
+        return plain(body, init, (xs, jnp.arange(steps)))
+
+    jax.lax.scan = scan  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        jax.lax.scan = original
+
+
+@contextlib.contextmanager
+def inside_scan(frames: Frames, scan: Any) -> Iterator[Any]:
+    """Let masks be drawn by the body of a scan meanwhile; its modules are called once more than the model says."""
+    before, counts = frames.scan, dict(frames.counts)
+    frames.scan = scan
+    try:
+        yield scan
+    finally:
+        frames.scan, frames.counts = before, counts
+
+
+def stacked(found: Sequence[Any], shape: tuple[int, ...]) -> tuple[Place | None, Any]:
+    """The masks of one drop in every step; where there is none, which is told, all is kept."""
+    place = next((one.place for one in found if one is not None), None)
+    return place, jnp.stack([jnp.ones(shape, bool) if one is None else jnp.asarray(one.mask, bool) for one in found])
+
+
+class Free:
+    """Leaves Flax its own masks."""
+
+    nested = False
+
+    def __init__(self) -> None:
+        self.drew = False
+
+    def draw(self, own: Callable[[], Any], frame: Frame, shape: tuple[int, ...], rate: float | None) -> Any:
+        """Flax's own mask."""
+        self.drew = True
+        return own()
+
+
+class Probe:
+    """Sees what the body of a scan draws.
+
+    Attributes:
+        asked: path, shape and rate of each of its drops.
+        masks: Flax's own, traced.
+        nested: whether a scan inside it drops.
+    """
+
+    def __init__(self) -> None:
+        self.nested = False
+        self.asked: list[tuple[str, tuple[int, ...], float | None]] = []
+        self.masks: list[Any] = []
+
+    def draw(self, own: Callable[[], Any], frame: Frame, shape: tuple[int, ...], rate: float | None) -> Any:
+        """Flax's own mask."""
+        self.asked.append((frame.path, shape, rate))
+        self.masks.append(own())
+        return self.masks[-1]
+
+
+class Handing:
+    """Hands out the masks of one step of a scan.
+
+    Args:
+        index: of the step, traced.
+        stacks: for each drop of the body its place and its masks in all steps.
+    """
+
+    nested = False
+
+    def __init__(self, index: Any, stacks: Sequence[tuple[Place | None, Any]]):
+        self.index, self.rest = index, iter(stacks)
+
+    def draw(self, own: Callable[[], Any], frame: Frame, shape: tuple[int, ...], rate: float | None) -> Any:
+        """The mask of the next drop."""
+        place, masks = next(self.rest)
+        mask = masks[self.index]
+        if place is not None:
+            frame.drawn.append((place, mask, rate))
+        return mask
+
+
+def drawn_anew(f: Callable[..., Any], probe: Probe, init: Any, first: Any) -> bool:
+    """Trace the body of a scan; whether its masks are others in every step: whether keys come from what changes with it."""
+
+    def traced(carry: Any, x: Any) -> Any:
+        carry, _ = f(carry, x)
+        return carry, list(probe.masks)
+
+    closed = jax.make_jaxpr(traced)(init, first)
+    jaxpr, carried = closed.jaxpr, len(jax.tree.leaves(init))
+    masks = [False] * carried + [True] * (len(jaxpr.outvars) - carried)
+    _, used = partial_eval.dce_jaxpr(jaxpr, masks)
+    still = [place < carried and jaxpr.outvars[place] is var for place, var in enumerate(jaxpr.invars)]
+    return any(yes and not same for yes, same in zip(used, still, strict=True))
 
 
 def rate_of(keep: Any) -> float | None:
@@ -200,6 +339,8 @@ def replayed(player: Player, frames: Frames) -> Draw:
     def draw(own: Callable[[], Any], shape: tuple[int, ...], keep: Any) -> Any:
         if frames.pattern is not None:
             return frames.pattern(shape)
+        if frames.scan is not None and frames.here is not None and 0 not in shape:
+            return frames.scan.draw(own, frames.here, shape, rate_of(keep))
         frame, rate = frames.here, rate_of(keep)
         found = player.take(frame.path, shape, rate) if frame is not None and 0 not in shape else None
         if found is None or frame is None:

@@ -12,8 +12,9 @@ import numpy as np
 from parity.evidence.calls import Alone, ModuleCall
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.pieces import in_pieces
 from parity.frameworks.jax.recording import Recorder
-from parity.frameworks.jax.running import QUICK, Arguments, Frozen, Slot, compile_body, hashable, platform
+from parity.frameworks.jax.running import Arguments, Frozen, Slot, compile_body, hashable
 from parity.frameworks.source_lines import caller
 
 # What a module below answers, by its path: for each of its calls, arrays by path in what it returns.
@@ -34,8 +35,10 @@ def arguments_of(skeleton: Frozen, arrays: Mapping[str, Any]) -> Any:
     return mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, skeleton.tree)
 
 
-def observed(program: Watched, parameters: Any, rest: Any, arguments: Arguments) -> list[ModuleCall]:
-    """Every call of every module in one run, in the order in which they finish."""
+def observed(
+    program: Watched, parameters: Any, rest: Any, arguments: Arguments, keep: Callable[[np.ndarray], Any]
+) -> list[ModuleCall]:
+    """Every call of every module in one run, in the order in which they finish; `keep` as of `capture`."""
     records: list[ModuleCall] = []
 
     def body(parameters: Any, rest: Any, arrays: Any) -> list[Any]:
@@ -47,11 +50,10 @@ def observed(program: Watched, parameters: Any, rest: Any, arguments: Arguments)
 
     given = parameters, rest, {**arguments.values, **arguments.others}
     try:
-        arrays = jax.jit(body, compiler_options=QUICK.get(platform()))(*given)
+        known = in_pieces(body, given, keep)
     except Exception:
         # A model that decides by values cannot be compiled.
-        arrays = body(*given)
-    known = [np.array(array) for array in arrays]
+        known = [keep(np.array(array)) for array in body(*given)]
     return [filled(one, known) for one in records]
 
 
@@ -87,8 +89,8 @@ class Observer:
         return mapped(slot, tree)
 
 
-def filled(one: ModuleCall, arrays: list[np.ndarray]) -> ModuleCall:
-    """A record with arrays in the place of its slots."""
+def filled(one: ModuleCall, arrays: list[Any]) -> ModuleCall:
+    """A record with arrays, or what stands for them, in the place of its slots."""
 
     def fill(tree: Any) -> Any:
         return mapped(lambda _, leaf: arrays[int(leaf.path)] if isinstance(leaf, Slot) else leaf, tree)

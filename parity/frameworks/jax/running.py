@@ -75,10 +75,15 @@ class Arguments:
             if path in call.castable:
                 self.values[path] = jnp.asarray(cast(value, dtype))
             else:
-                self.others[path] = exact(path, value)
+                self.others[path] = exact(path, cast(value, dtype) if path in call.added else value)
             return Slot(path)
 
         self.skeleton = freeze((mapped(take, call.args, "args"), mapped(take, dict(call.kwargs), "kwargs")))
+
+    def filled(self) -> Any:
+        """Positional and keyword arguments with the arrays in their places."""
+        arrays = {**self.values, **self.others}
+        return mapped(lambda _, leaf: arrays[leaf.path] if isinstance(leaf, Slot) else leaf, self.skeleton.tree)
 
 
 class Slot:
@@ -267,9 +272,18 @@ def on_device(name: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices, for the report."""
+    """Versions, devices and settings as they are now, for the report."""
     devices = ", ".join(sorted({f"{d.platform} ({d.device_kind})" for d in jax.devices()}))
-    return {"jax": jax.__version__, "flax": flax.__version__, "jax devices": devices}
+    config = jax.config
+    return {
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "jax devices": devices,
+        "jax matmul precision, as set": str(config.jax_default_matmul_precision or "default"),
+        "jax 64-bit types, as set": "on" if config.jax_enable_x64 else "off",
+        "jax compilation": "off" if config.jax_disable_jit else "on",
+        "jax random numbers": str(config.jax_default_prng_impl),
+    }
 
 
 def gpu_missing() -> str | None:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from parity.dropout.contexts import replay_dropout
+from parity.dropout.contexts import played
 from parity.dropout.masks import DropoutMasks
+from parity.errors import InputError
 from parity.evidence.trees import mapped
 from parity.frameworks.jax.losses import LOSSES
 from parity.frameworks.jax.running import QUICK, cast, platform
@@ -23,6 +24,20 @@ from parity.training.recipe import Recipe
 Arrays = Mapping[str, np.ndarray]
 # What torch dropped, of which only the plan counts, and the masks themselves as arrays of a program.
 Masks = tuple[DropoutMasks, Mapping[str, Any]] | None
+
+
+def whole_loss(value: Any) -> jax.Array:
+    """What a loss gave, if a gradient can be taken of it.
+
+    Raises:
+        InputError: none can.
+    """
+    if not isinstance(value, jax.Array | np.ndarray | float):
+        raise InputError(f"Flax's loss must return an array without axes, got {type(value).__name__}; return the loss alone")
+    array = jnp.asarray(value)
+    if array.ndim or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise InputError(f"Flax's loss must return one real number, got shape {array.shape} of {array.dtype}; take its mean")
+    return array
 
 
 class Run:
@@ -38,6 +53,7 @@ class Run:
         dtype: float64, or None for the model's own.
         deployed: the model's own.
         rename: as in `parity.transfer`, to find the places of dropout.
+        silent: torch's paths of what drops nothing.
     """
 
     def __init__(
@@ -49,12 +65,13 @@ class Run:
         dtype: str | None,
         deployed: str,
         rename: Mapping[str, str] | None,
+        silent: tuple[str, ...] = (),
     ):
         self.parameters, self.rest = dict(parameters), rest
         self.loss: Callable[..., jax.Array] = LOSSES[loss] if isinstance(loss, str) else loss
         self.recipe, self.dtype, self.deployed = recipe, dtype, deployed
         self.programs: dict[Any, Callable[..., Any]] = {}
-        self.rename = rename
+        self.rename, self.silent = rename, silent
         self.last: Any = None
         self.tx: Any = optax.identity()
         self.state: Any = None
@@ -121,7 +138,7 @@ class Run:
 
     def replayed(self, model: Any, masks: Masks) -> AbstractContextManager[None]:
         """Let a model drop by given masks, if there are any."""
-        return contextlib.nullcontext() if masks is None else replay_dropout(model, *masks, rename=self.rename)
+        return contextlib.nullcontext() if masks is None else played(model, *masks, rename=self.rename, silent=self.silent)
 
     def differentiate(self, masks: DropoutMasks | None) -> Callable[..., Any]:
         """The program that gives loss, the rest and gradients; one serves all masks of one plan."""
@@ -133,6 +150,7 @@ class Run:
     def differentiated(self, masks: DropoutMasks | None) -> Callable[..., Any]:
         def factored(parameters: Any, rest: Any, batch: Any, arrays: Any, factors: Any) -> Any:
             value, new = self.evaluate(parameters, rest, batch, None if masks is None else (masks, arrays))
+            value = whole_loss(value)
             # As torch does: first divided by the number of batches, then multiplied by the scale.
             whole = value
             for factor in factors:

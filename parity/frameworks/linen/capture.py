@@ -9,9 +9,11 @@ import numpy as np
 from flax import linen as nn
 
 from parity.evidence.calls import Call, Captured, Evaluation
+from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.running import QUICK, pinned, platform
+from parity.frameworks.jax.pieces import held, in_pieces
+from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.lifting import lifted_calls
 from parity.frameworks.linen.running import arguments_of, prepare, reseeded, widened
 from parity.frameworks.linen.structure import Path, trace_state
@@ -20,11 +22,26 @@ from parity.linen import Linen
 Record = tuple[str, int, dict[str | int, Any]]
 
 
-def capture(model: Linen, call: Call, *, dtype: str | None = None, reseed: int = 0) -> tuple[Evaluation, list[Captured]]:
-    """Run a model once under jit and record every submodule's output, in the order in which they finish.
+def capture(
+    model: Linen,
+    call: Call,
+    *,
+    dtype: str | None = None,
+    reseed: int = 0,
+    keep: Callable[[np.ndarray], Any] = as_is,
+) -> tuple[Evaluation, list[Captured]]:
+    """Run a model once, compiled, and record every submodule's output, in the order in which they finish.
 
     What ran inside a transformation of jax (a scanned cell) has no value outside of it and is left out;
     the module that is transformed is not. `nn.remat` and `nn.jit` change no values and are left out themselves.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        reseed: as of `evaluate`.
+        keep: gets every array soon after its module returns; what it returns stands on the record. A model that cannot
+            be compiled is recorded whole before.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
@@ -43,18 +60,19 @@ def capture(model: Linen, call: Call, *, dtype: str | None = None, reseed: int =
                     arrays.append(value if is_array(value) else None)
             return arrays
 
+        given = parameters, rest, arguments.values, arguments.others
         try:
-            arrays = jax.jit(body, compiler_options=QUICK.get(platform()))(parameters, rest, arguments.values, arguments.others)
+            arrays = in_pieces(body, given, keep)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             # A model that decides by values cannot be compiled.
-            arrays = body(parameters, rest, arguments.values, arguments.others)
+            arrays = [held(leaf, keep) for leaf in body(*given)]
         captured: dict[tuple[str, int], Captured] = {}
         for (path, number, name, static), array in zip(order, arrays, strict=True):
             one = captured.setdefault((path, number), Captured(path, number, {}))
             if isinstance(name, int):
-                one.inputs[name] = np.array(array)
+                one.inputs[name] = array
             else:
-                one.outputs[name] = static if array is None else np.array(array)
+                one.outputs[name] = static if array is None else array
     return Evaluation(dict(captured["", 0].outputs)), list(captured.values())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import axes_scan
 
 from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
@@ -78,9 +79,33 @@ def recording(model: Linen) -> contextlib.AbstractContextManager[DropoutMasks]:
     return dropout.recording(masks, functools.partial(followed, model), kind_of)
 
 
-def replaying(model: Linen, player: Player) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def replaying(model: Linen, player: Player) -> Iterator[None]:
     """Let a model drop by given masks; see `parity.replay_dropout`."""
-    return dropout.replaying(player, functools.partial(followed, model), stock, alone)
+    with once_through_scans(), dropout.replaying(player, functools.partial(followed, model), stock, alone):
+        yield
+
+
+@contextlib.contextmanager
+def once_through_scans() -> Iterator[None]:
+    """Keep `nn.scan` from tracing its body a first time outside of the scan, where it would take masks.
+
+    It does so to find out whether what is broadcast stays as it is, for which a model that has run before needs no proof.
+    """
+    original = axes_scan.scan
+
+    @functools.wraps(original)
+    def scan(fn: Any, in_axes: Any, out_axes: Any, *args: Any, **kwargs: Any) -> Any:
+        # Without that trace nothing can be broadcast to the outside.
+        if axes_scan.broadcast not in jax.tree.leaves(out_axes):
+            kwargs["check_constancy_invariants"] = False
+        return original(fn, in_axes, out_axes, *args, **kwargs)
+
+    axes_scan.scan = scan
+    try:
+        yield
+    finally:
+        axes_scan.scan = original
 
 
 def alone(module: nn.Module, ones: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Alone, Call, Evaluation, ModuleCall
+from parity.evidence.shelf import as_is
 from parity.evidence.trial import NotComparableError
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
@@ -51,14 +52,22 @@ def watched(program: Any, structure: Structure) -> WatchedModule:
     return WatchedModule(program.module, program.method, program.wide, structure.lifted)
 
 
-def observe(model: Linen, call: Call, *, dtype: str | None = None) -> list[ModuleCall]:
+def observe(
+    model: Linen, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+) -> list[ModuleCall]:
     """Run a model once and record every call of every submodule, in the order in which they finish.
 
     What runs inside a transformation of jax (a scanned cell) has no value outside of it and is left out.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        keep: as of `capture`.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
-        records = observed(watched(program, model.structure), parameters, rest, arguments)
+        records = observed(watched(program, model.structure), parameters, rest, arguments, keep)
     words = {".".join(path): words_of(model, path) for path in model.structure.parts}
 
     def renamed(one: ModuleCall) -> ModuleCall:

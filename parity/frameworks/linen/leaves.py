@@ -135,9 +135,16 @@ def layers(value: Any) -> list[Layer]:
             if path not in parts:
                 parts[path] = replace(part_of(path, value.structure.parts), by_name=True)
     return [
-        Layer(part.words, part.kinds, setting_reader(part), own_path(part.path), part.also, part.by_name)
+        Layer(
+            *(part.words, part.kinds, setting_reader(part), own_path(part.path), part.also, part.by_name), setting_names(part)
+        )
         for part in parts.values()
     ]
+
+
+def setting_names(part: Part) -> Callable[[], list[str]]:
+    """Lists what a module was made with, and what is derived from it."""
+    return lambda: [*part.settings, *DERIVED]
 
 
 def own_path(path: tuple[str, ...]) -> str:

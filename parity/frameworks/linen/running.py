@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -174,7 +174,7 @@ def prepare(model: Linen, call: Call, dtype: str | None, weights: Mapping[str, n
         new = array if drawn else jnp.asarray(cast(to_numpy(array if given is None else given), dtype))
         (parameters if keys[0] == "params" else variables)[keys] = new
     own = mapped(lambda _, value: np.array(to_numpy(value)) if is_array(value) else value, dict(model.kwargs))
-    whole = Call(call.args, {**own, **call.kwargs}, call.castable)
+    whole = replace(call, kwargs={**own, **call.kwargs})
     program = Applied(model.module, model.method, dtype == "float64")
     return program, parameters, {"variables": variables, "rngs": dict(model.rngs)}, Arguments(whole, dtype)
 
@@ -222,18 +222,25 @@ def raises(model: Linen, call: Call, dtype: str | None = None) -> str | tuple[tu
         return outcome(prepare(model, call, dtype, None))
 
 
-def traced(model: Linen, call: Call) -> tuple[str, list[bytes]]:
-    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
-    with pinned():
-        return program_text(prepare(model, call, None, None))
+def traced(model: Linen, call: Call, dtype: str | None = None) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: floating point parameters and arguments are cast to it; None keeps the model's.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        return program_text(prepare(model, call, dtype, None))
 
 
 def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when variables and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when variables and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         return dtypes_of_outputs(prepare(model, call, dtype, None))
 
 

@@ -52,9 +52,18 @@ class Run(JaxRun):
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
         rename: as in `parity.transfer`, to find the places of dropout.
+        silent: torch's paths of what drops nothing.
     """
 
-    def __init__(self, model: Linen, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        model: Linen,
+        loss: Any,
+        recipe: Recipe,
+        dtype: str | None,
+        rename: Mapping[str, str] | None = None,
+        silent: tuple[str, ...] = (),
+    ):
         self.original = model
         known = {name: TRAINING[name] for name in model.kwargs if name in TRAINING}
         told = {} if recipe.train is None else {name: yes is recipe.train for name, yes in known.items()}
@@ -64,7 +73,7 @@ class Run(JaxRun):
         self.keys = {".".join(k): k for k in made}
         parameters = {".".join(k): a for k, a in made.items() if k[0] == "params"}
         rest = {".".join(k): a for k, a in made.items() if k[0] != "params"}
-        super().__init__(parameters, rest, loss, recipe, dtype, model_dtype(model) or "float32", rename)
+        super().__init__(parameters, rest, loss, recipe, dtype, model_dtype(model) or "float32", rename, silent)
 
     def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Masks) -> tuple[jax.Array, Any]:
         """The loss, and what the model holds besides its parameters afterwards."""

@@ -10,18 +10,35 @@ import numpy as np
 from flax import nnx
 
 from parity.evidence.calls import Call, Captured, Evaluation
+from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.running import QUICK, Arguments, Slot, pinned, platform
+from parity.frameworks.jax.pieces import held, in_pieces
+from parity.frameworks.jax.running import Slot, pinned
 from parity.frameworks.nnx.leaves import walk
 from parity.frameworks.nnx.running import prepare, reseeded
 from parity.frameworks.nnx.widening import follow_dtype, widened
 
 
-def capture(model: Any, call: Call, *, dtype: str | None = None, reseed: int = 0) -> tuple[Evaluation, list[Captured]]:
-    """Run a model once under jit and record every submodule's output, in the order in which they finish.
+def capture(
+    model: Any,
+    call: Call,
+    *,
+    dtype: str | None = None,
+    reseed: int = 0,
+    keep: Callable[[np.ndarray], Any] = as_is,
+) -> tuple[Evaluation, list[Captured]]:
+    """Run a model once, compiled, and record every submodule's output, in the order in which they finish.
 
     What ran inside a loop of the compiler (a scanned cell) has no value outside of it and is left out.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        reseed: as of `evaluate`.
+        keep: gets every array soon after its module returns; what it returns stands on the record. A model that cannot
+            be compiled is recorded whole before.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
@@ -44,30 +61,22 @@ def capture(model: Any, call: Call, *, dtype: str | None = None, reseed: int = 0
                     arrays.append(value if is_array(value) else None)
             return dict(flatten(output, is_array)), arrays
 
-        quick = jax.jit(body, compiler_options=QUICK.get(platform()))
-        run = quick if can_jit(body, parameters, rest, arguments) else body
-        outputs, arrays = run(parameters, rest, arguments.values, arguments.others)
+        given = parameters, rest, arguments.values, arguments.others
+        try:
+            outputs, arrays = in_pieces(body, given, keep)
+        except (jax.errors.UnexpectedTracerError, TypeError):
+            # Inside an inner jit or scan, what was recorded cannot leave it; nor can a result that is no array, as a string.
+            outputs, arrays = body(*given)
+            outputs = {path: held(leaf, keep) for path, leaf in outputs.items()}
+            arrays = [held(leaf, keep) for leaf in arrays]
         captured: dict[tuple[str, int], Captured] = {}
         for (path, number, name, static), array in zip(order, arrays, strict=True):
             one = captured.setdefault((path, number), Captured(path, number, {}))
             if isinstance(name, int):
-                one.inputs[name] = np.array(array)
+                one.inputs[name] = array
             else:
-                one.outputs[name] = static if array is None else np.array(array)
-        plain = {path: np.array(v) if is_array(v) else v for path, v in outputs.items()}
-    return Evaluation(plain), list(captured.values())
-
-
-def can_jit(body: Callable[..., Any], parameters: Any, rest: Any, arguments: Arguments) -> bool:
-    """Whether all that was recorded can leave the traced function; inside an inner jit or scan it cannot."""
-    try:
-        jax.eval_shape(body, parameters, rest, arguments.values, arguments.others)
-    except jax.errors.UnexpectedTracerError:
-        return False
-    except TypeError:
-        # A result that is no array, such as a string, cannot leave a traced function.
-        return False
-    return True
+                one.outputs[name] = static if array is None else array
+    return Evaluation(outputs), list(captured.values())
 
 
 @contextlib.contextmanager

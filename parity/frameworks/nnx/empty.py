@@ -1,5 +1,6 @@
 """An NNX model without values, made in the time that its layers take."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,14 @@ class OneKey(nnx.RngStream):
 
 def empty(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `build(*args, **kwargs, rngs=...)` makes, with shapes and dtypes in place of values."""
+    if not takes_rngs(build):
+        name = getattr(build, "__name__", type(build).__name__)
+        raise InputError(
+            f"build must take rngs by keyword, got {name}{inspect.signature(build)}; write it as "
+            "parity.empty(lambda rngs: Model(..., rngs=rngs)), or give the class and what it is made from: "
+            "parity.empty(Model, ...)",
+            "no-rngs",
+        )
 
     def made() -> Any:
         rngs = nnx.Rngs(0)
@@ -42,6 +51,16 @@ def empty(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             "it has no values where the model is made on shapes alone; make it an nnx.Variable, or the model itself as usual"
         )
     return model
+
+
+def takes_rngs(build: Callable[..., Any]) -> bool:
+    """Whether a function takes `rngs` by keyword, as far as it says what it takes."""
+    try:
+        known = inspect.signature(build).parameters
+    except (TypeError, ValueError):
+        return True
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind is p.VAR_KEYWORD or (name == "rngs" and p.kind in by_keyword) for name, p in known.items())
 
 
 def change(root: Any, old: type, new: type) -> None:

@@ -1,6 +1,7 @@
 """NNX models and states as leaves and layers, and how they are written."""
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -262,12 +263,14 @@ def layers(value: Any) -> list[Layer]:
     found = []
     for path, torch_path, node, inside in walk_with_parts(value):
         if isinstance(node, nnx.Module):
-            found.append(Layer(".".join(torch_path), kinds(node), setting_reader(node), ".".join(path)))
+            reader = setting_reader(node)
+            found.append(Layer(".".join(torch_path), kinds(node), reader, ".".join(path), named=setting_names(node)))
         for name, child in inside:
             if may_be_function(type(child)) and (function := function_kind(child)):
                 # In an nnx.Sequential a function has a number as a module has.
                 places = (*torch_path, name), (*path, name)
-                found.append(Layer(".".join(places[0]), (function,), argument_reader(child), ".".join(places[1])))
+                words, own = (".".join(place) for place in places)
+                found.append(Layer(words, (function,), argument_reader(child), own, named=argument_names(child)))
     return found
 
 
@@ -295,6 +298,24 @@ def public_room(module: str) -> str:
 
 def argument_reader(function: Any) -> Callable[[str], Any]:
     return lambda name: argument(function, name)
+
+
+def argument_names(function: Any) -> Callable[[], list[str]]:
+    """Lists what a function takes."""
+    inner = function.func if isinstance(function, functools.partial) else function
+
+    def names() -> list[str]:
+        try:
+            return list(inspect.signature(inner).parameters)
+        except (TypeError, ValueError):
+            return []
+
+    return names
+
+
+def setting_names(module: Any) -> Callable[[], list[str]]:
+    """Lists what a module has as attributes, its own and those of its class."""
+    return lambda: [name for name in dir(module) if not name.startswith("_")]
 
 
 def setting_reader(module: Any) -> Callable[[str], Any]:

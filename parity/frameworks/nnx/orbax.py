@@ -71,12 +71,14 @@ def checkpoint_in(path: Path) -> Path | None:
     if steps:
         names = sorted((step.name for step in steps), key=natural)
         such = f"give the folder of the one that is meant, such as {path / names[-1]}"
-        raise InputError(f"{path} holds steps: {', '.join(names)}; {such}")
+        raise InputError(f"{path} holds steps: {', '.join(names)}; {such}", "file-unreadable")
     chosen = items if len(items) == 1 else [child for child in items if child.name in ITEMS]
     if len(chosen) == 1 or not items:
         return chosen[0] if chosen else None
     found = ", ".join(child.name for child in items)
-    raise InputError(f"{path} holds items: {found}; give the folder of the one that is meant, such as {items[0]}")
+    raise InputError(
+        f"{path} holds items: {found}; give the folder of the one that is meant, such as {items[0]}", "file-unreadable"
+    )
 
 
 def step_holds(path: Path) -> bool:
@@ -90,7 +92,7 @@ def read(path: Path) -> Contents:
         InputError: it is none, or is damaged.
     """
     if not path.exists():
-        raise InputError(f"{path} does not exist; check the path")
+        raise InputError(f"{path} does not exist; check the path", "file-missing")
     folder = checkpoint_in(path) or path
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:
@@ -105,7 +107,7 @@ def read(path: Path) -> Contents:
     except Exception as error:
         # Orbax reports damage by many types, AttributeError among them.
         raise InputError(
-            f"{path} is no Orbax checkpoint, or is damaged: {first_line(error)}; fetch or write it again"
+            f"{path} is no Orbax checkpoint, or is damaged: {first_line(error)}; fetch or write it again", "file-unreadable"
         ) from error
     metadata = {str(key): value for key, value in own.items() if isinstance(value, str)}
     leaves, others = [], []
@@ -191,7 +193,9 @@ def reader(stored: Stored, name: str) -> Callable[[], np.ndarray]:
             with quiet():
                 return np.asarray(stored.read())
         except Exception as error:
-            raise InputError(f"{name} cannot be read: {first_line(error)}; fetch or write it again") from error
+            raise InputError(
+                f"{name} cannot be read: {first_line(error)}; fetch or write it again", "file-unreadable"
+            ) from error
 
     return read
 

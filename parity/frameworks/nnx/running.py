@@ -138,6 +138,16 @@ class Graph:
         return nnx.from_flat_state(full)
 
 
+def left_behind(model: Any, call: Call, dtype: str) -> dict[str, np.ndarray]:
+    """A model's variables as a run in a dtype leaves them, by path; the model's own stay as they are."""
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
+        copy = follow_dtype(nnx.merge(graphdef, parameters, rest))
+        args, kwargs = arguments.filled()
+        copy(*args, **kwargs)
+        return {leaf.path: np.array(to_numpy(array)) for leaf, array in contents(copy) if leaf.role != "random state"}
+
+
 def draws(model: Any) -> bool:
     """Whether a model holds random keys, and so may use them."""
     return any(isinstance(node, nnx.RngKey) for _, _, node in walk(model))
@@ -171,18 +181,25 @@ def raises(model: Any, call: Call, dtype: str | None = None) -> str | tuple[tupl
         return outcome((Graph(graphdef), *rest))
 
 
-def traced(model: Any, call: Call) -> tuple[str, list[bytes]]:
-    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it."""
-    with pinned():
-        graphdef, *rest = prepare(model, call, None, None)
+def traced(model: Any, call: Call, dtype: str | None = None) -> tuple[str, list[bytes]]:
+    """A model as jax traces it anew on such arguments: equal for two traces, unless Python draws numbers in it.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: floating point parameters and arguments are cast to it; None keeps the model's.
+    """
+    with pinned(double=dtype == "float64"), widened(model, dtype):
+        graphdef, *rest = prepare(model, call, dtype, None)
         return program_text((Graph(graphdef), *rest))
 
 
 def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
-    with pinned(double=dtype == "float64"):
+    with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, *rest = prepare(model, call, dtype, None)
         return dtypes_of_outputs((Graph(graphdef), *rest))

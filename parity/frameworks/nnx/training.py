@@ -25,9 +25,18 @@ class Run(JaxRun):
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
         rename: as in `parity.transfer`, to find the places of dropout.
+        silent: torch's paths of what drops nothing.
     """
 
-    def __init__(self, model: Any, loss: Any, recipe: Recipe, dtype: str | None, rename: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        model: Any,
+        loss: Any,
+        recipe: Recipe,
+        dtype: str | None,
+        rename: Mapping[str, str] | None = None,
+        silent: tuple[str, ...] = (),
+    ):
         model = nnx.clone(model)
         if recipe.train is not None:
             model.train() if recipe.train else model.eval()
@@ -38,7 +47,9 @@ class Run(JaxRun):
         flat = nnx.to_flat_state(rest)
         kept = {p: v if isinstance(v, nnx.RngState) else v.replace(own(content(v), dtype)) for p, v in flat}
         arrays = {name: own(content(leaf), dtype) for name, (_, leaf) in self.paths.items()}
-        super().__init__(arrays, nnx.from_flat_state(kept), loss, recipe, dtype, model_dtype(model) or "float32", rename)
+        super().__init__(
+            arrays, nnx.from_flat_state(kept), loss, recipe, dtype, model_dtype(model) or "float32", rename, silent
+        )
 
     def evaluate(self, parameters: Any, rest: Any, batch: Any, masks: Masks) -> tuple[jax.Array, Any]:
         """The loss, and what the model holds besides its parameters afterwards."""

@@ -41,3 +41,4 @@ from parity.frameworks.torch.running import pinned as pinned
 from parity.frameworks.torch.running import plain as plain
 from parity.frameworks.torch.running import problems_before_running as problems_before_running
 from parity.frameworks.torch.running import raises as raises
+from parity.frameworks.torch.running import random_state as random_state

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -137,6 +138,16 @@ def other_operand(run: Edit, args: Any, kwargs: Any) -> Any:
     return args[1].clone()
 
 
+def other_sign(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
+    """One operand with the other sign."""
+    return run(*args[:operand], -args[operand], *args[operand + 1 :], **kwargs)
+
+
+def inverted(run: Edit, args: Any, kwargs: Any) -> Any:
+    """A product for a quotient, or the other way round."""
+    return run(args[0], 1 / args[1], *args[2:], **kwargs)
+
+
 def scaled_input(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
     """The first operand times a number."""
     return run(args[0] * factor, *args[1:], **kwargs)
@@ -155,6 +166,11 @@ def twice(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
 def shifted_output(run: Edit, args: Any, kwargs: Any, *, by: float) -> Any:
     """The result plus a number."""
     return run(*args, **kwargs) + by
+
+
+def plus(run: Edit, args: Any, kwargs: Any, *, by: float) -> Any:
+    """The first operand plus a number."""
+    return args[0] + by
 
 
 def summary(run: Edit, args: Any, kwargs: Any, *, dims: Sequence[int], to: str, position: int = 0) -> Any:
@@ -192,7 +208,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": F.mish,
     "selu": F.selu,
     "log sigmoid": F.logsigmoid,
+    "softsign": F.softsign,
     "squared relu": lambda x: F.relu(x) ** 2,
+    "hard sigmoid of slope 0.2": lambda x: (0.2 * x + 0.5).clamp(0, 1),
+    "tanh shrink": F.tanhshrink,
+    "soft shrink": F.softshrink,
+    "hard shrink": F.hardshrink,
     "exp": torch.exp,
     "sine": torch.sin,
     "cosine": torch.cos,
@@ -201,8 +222,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(run: Edit, args: Any, kwargs: Any, *, to: str) -> Any:
-    """Another function of the first operand."""
-    return ACTIVATIONS[to](args[0])
+    """Another function of the first operand; of several results, such as a buffer beside the value, of the first."""
+    new, own = ACTIVATIONS[to](args[0]), run(*args, **kwargs)
+    return (new, *own[1:]) if isinstance(own, tuple) else new
+
+
+def function_of(run: Edit, args: Any, kwargs: Any, *, to: str, value: np.ndarray) -> Any:
+    """A function of another array, in place of what an operation returns."""
+    return ACTIVATIONS[to](torch.from_numpy(value)).reshape(run(*args, **kwargs).shape)
 
 
 def slope(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
@@ -248,6 +275,19 @@ def norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float | None =
         y = y * weight
     y = y + bias if bias is not None and way != "without scale" else y
     return y, mean, variance
+
+
+def as_masked_fill(run: Edit, args: Any, kwargs: Any, *, inner: str, settings: Mapping[str, Any]) -> Any:
+    """An edit of a masked fill, at a `where` that puts one number in the place of scores."""
+    shown = args[1].numel() >= args[2].numel()
+    scores, number, hidden = (args[1], args[2], ~args[0]) if shown else (args[2], args[1], args[0])
+    whole = torch.broadcast_to(scores, torch.broadcast_shapes(scores.shape, hidden.shape))
+    return EDITS[inner](filled_where, (whole, hidden, number), {}, **settings)
+
+
+def filled_where(scores: Tensor, hidden: Tensor, number: Any) -> Tensor:
+    """Scores with a number where they are hidden."""
+    return scores.masked_fill(hidden, number)
 
 
 def set_aside(run: Edit, args: Any, kwargs: Any, *, aside: dict[str, Tensor], at: int) -> Any:
@@ -301,6 +341,12 @@ def behind_each_other(run: Edit, args: Any, kwargs: Any) -> Any:
     return torch.cat(list(args[0]), -1).reshape(own.shape)
 
 
+def causal(run: Edit, args: Any, kwargs: Any, *, steps: int) -> Any:
+    """Scores behind a causal mask where there is none."""
+    hidden = shifted(torch.zeros(args[0].shape[-2:], dtype=torch.bool), steps)
+    return run(args[0].masked_fill(hidden, float("-inf")), *args[1:], **kwargs)
+
+
 def softmax(run: Edit, args: Any, kwargs: Any, *, hidden: str) -> Any:
     """What a row of which everything is hidden gets."""
     x, dim = args[0], args[1]
@@ -310,7 +356,25 @@ def softmax(run: Edit, args: Any, kwargs: Any, *, hidden: str) -> Any:
     return torch.where(gone, fill, torch.softmax(x, dim))
 
 
+def grown(mask: Tensor, steps: Sequence[int], shows: bool) -> Tensor:
+    """What is shown, or hidden, also that many keys further on; True hides, and nothing is beyond the edge."""
+    marked = mask if not shows else ~mask
+    new, keys = marked.clone(), mask.shape[-1]
+    for step in steps:
+        moved = marked.roll(step, -1)
+        edge = slice(0, step) if step > 0 else slice(keys + step, keys)
+        moved[..., edge] = False
+        new = new | moved
+    return ~new if shows else new
+
+
 MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "shows one more before": lambda m: grown(m, (-1,), True),
+    "shows one more behind": lambda m: grown(m, (1,), True),
+    "shows one more at both ends": lambda m: grown(m, (1, -1), True),
+    "hides one more before": lambda m: grown(m, (1,), False),
+    "hides one more behind": lambda m: grown(m, (-1,), False),
+    "hides one more at both ends": lambda m: grown(m, (1, -1), False),
     "inverted": torch.logical_not,
     "shifted left": lambda m: m.roll(-1, -1),
     "shifted right": lambda m: m.roll(1, -1),
@@ -355,8 +419,10 @@ def mask_as_number(run: Edit, args: Any, kwargs: Any, *, sign: float) -> Any:
 
 def number_as_mask(run: Edit, args: Any, kwargs: Any, *, shows: bool) -> Any:
     """A mask of 0 and 1 taken for a switch, where it is added."""
-    hidden = (args[1] == 0) if shows else (args[1] != 0)
-    return args[0].masked_fill(hidden, float("-inf"))
+    product = func_name(run) == "baddbmm"
+    numbers, scores = (args[0], run(torch.zeros_like(args[0]), *args[1:], **kwargs)) if product else (args[1], args[0])
+    hidden = (numbers == 0) if shows else (numbers != 0)
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 def fill_added(run: Edit, args: Any, kwargs: Any, *, value: float) -> Any:
@@ -496,6 +562,18 @@ def padded(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[int]) -> Any:
     return run(args[0], list(pads), *args[2:], **kwargs)
 
 
+def padded_as(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[int], mode: str, value: float = 0.0) -> Any:
+    """Padded with a number, or with elements of the array in an order that NumPy has a name for."""
+    x = args[0]
+    if mode == "constant":
+        return F.pad(x, list(pads), value=value)
+    for number, (low, high) in enumerate(zip(pads[::2], pads[1::2])):
+        axis = x.ndim - 1 - number
+        order = np.pad(np.arange(x.shape[axis]), (low, high), mode=mode)  # type: ignore[call-overload]
+        x = x.index_select(axis, torch.from_numpy(order))
+    return x
+
+
 def gated(run: Edit, args: Any, kwargs: Any, *, value: str, gate: str, exchanged: bool = False) -> Any:
     """A gated linear unit with other functions of its halves, or with the halves exchanged."""
     halves = args[0].chunk(2, args[1] if len(args) > 1 else -1)
@@ -580,13 +658,17 @@ EDITS: dict[str, Edit] = {
     "keyword": keyword,
     "left out": left_out,
     "other operand": other_operand,
+    "other sign": other_sign,
+    "inverted": inverted,
     "scaled input": scaled_input,
     "scaled output": scaled_output,
     "twice": twice,
     "shifted output": shifted_output,
+    "plus": plus,
     "summary": summary,
     "mean square": mean_square,
     "epsilon outside": epsilon_outside,
+    "as masked fill": as_masked_fill,
     "set aside": set_aside,
     "hidden behind": hidden_behind,
     "half": half,
@@ -595,6 +677,9 @@ EDITS: dict[str, Edit] = {
     "interleaved": interleaved,
     "behind each other": behind_each_other,
     "activation": activation,
+    "function of": function_of,
+    "causal": causal,
+    "padded as": padded_as,
     "slope": slope,
     "correction": correction,
     "norm": norm,

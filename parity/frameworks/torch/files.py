@@ -84,7 +84,8 @@ class Pages:
         if size != storage.nbytes():
             raise InputError(
                 f"{self.path} is damaged: {name} takes {storage.nbytes():,} bytes, and {size:,} are stored for it; "
-                "fetch or write it again"
+                "fetch or write it again",
+                "file-unreadable",
             )
 
     def touch(self, storage: torch.UntypedStorage) -> None:
@@ -127,7 +128,7 @@ def loaded(path: Path) -> tuple[Any, dict[int, int]]:
         raise
     except Exception as error:
         # torch reports damage by many types: RuntimeError, EOFError, KeyError, ValueError, UnpicklingError.
-        raise InputError(refusal(path, start, error)) from error
+        raise InputError(refusal(path, start, error), "file-unreadable") from error
 
 
 def entries(path: Path) -> tuple[dict[int, int], bool]:
@@ -144,7 +145,8 @@ def entries(path: Path) -> tuple[dict[int, int], bool]:
         if packed:
             raise InputError(
                 f"{path} holds compressed entries, such as {packed[0]}, which torch.save never writes; "
-                "unpack it and pack it again without compression"
+                "unpack it and pack it again without compression",
+                "file-unreadable",
             )
         order = next((archive.read(info) for info in infos if info.filename.endswith("/byteorder")), sys.byteorder.encode())
         return {data_offset(file, info): info.file_size for info in infos}, order == sys.byteorder.encode()
@@ -173,7 +175,7 @@ def state_in(value: Any, path: Path, key: str) -> tuple[dict[str, Any], list[str
         InputError: there is none, or there are several.
     """
     if not isinstance(value, Mapping):
-        raise InputError(f"{path} holds a {type(value).__name__}, not a state_dict; save model.state_dict()")
+        raise InputError(f"{path} holds a {type(value).__name__}, not a state_dict; save model.state_dict()", "file-unreadable")
     if key:
         return under(value, path, key)
     known = [key for key in KEYS if tensors_in(value.get(key))]
@@ -184,7 +186,7 @@ def state_in(value: Any, path: Path, key: str) -> tuple[dict[str, Any], list[str
         keys = ", ".join(map(str, value)) or "nothing"
         what = f"tensors under {', '.join(nested)}" if nested else f"no tensors: {keys}"
         do = f"say which are meant with key, such as key={nested[0]!r} (--key)" if nested else "save model.state_dict()"
-        raise InputError(f"{path} holds {what}; {do}")
+        raise InputError(f"{path} holds {what}; {do}", "file-unreadable")
     others = [str(key) for key in value if key != known[0]]
     left = f"; left out: {', '.join(others)}" if others else ""
     return dict(value[known[0]]), [f"{path.name}: the weights are under {known[0]!r}{left}"]
@@ -209,7 +211,9 @@ def under(value: Mapping[Any, Any], path: Path, key: str) -> tuple[dict[str, Any
     found = {str(own).removeprefix(start): entry for own, entry in node.items() if str(own).startswith(start)}
     if not tensors_in(found):
         tops = ", ".join(map(str, [*value][:20]))
-        raise InputError(f"{path} has no tensors under the key {key!r}; at its top it has {tops or 'nothing'}")
+        raise InputError(
+            f"{path} has no tensors under the key {key!r}; at its top it has {tops or 'nothing'}", "file-unreadable"
+        )
     return found, []
 
 

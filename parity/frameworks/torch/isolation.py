@@ -12,19 +12,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Alone, Call, ModuleCall, Operation
 from parity.evidence.faults import SourceLine
+from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.source_lines import caller
 from parity.frameworks.torch.edits import Listed
 from parity.frameworks.torch.leaves import from_numpy, is_array
-from parity.frameworks.torch.running import evaluate, plain
+from parity.frameworks.torch.running import Copies, evaluate, plain
 
 # What a module below answers, by its path: one tree of NumPy arrays for each of its calls.
 Replies = Mapping[str, list[Any]]
 
 
-def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[ModuleCall]:
-    """Run a model and record every call of every submodule, in the order in which they finish."""
+def observe(
+    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+) -> list[ModuleCall]:
+    """Run a model and record every call of every submodule, in the order in which they finish.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        keep: gets every array as its module is called or returns; what it returns stands on the record.
+    """
+    copies = Copies(keep)
+
+    def copied(tree: Any) -> Any:
+        return mapped(lambda _, leaf: copies.of(leaf), tree)
+
     records: list[ModuleCall] = []
     counts: dict[str, int] = {}
     open_calls: list[tuple[str, int]] = []
@@ -56,10 +71,6 @@ def observe(model: nn.Module, call: Call, *, dtype: str | None = None) -> list[M
         for handle in handles:
             handle.remove()
     return records
-
-
-def copied(tree: Any) -> Any:
-    return mapped(lambda _, leaf: plain(leaf), tree)
 
 
 def unfused_layers() -> Callable[[], object]:

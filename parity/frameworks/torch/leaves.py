@@ -186,7 +186,13 @@ def layers(value: Any) -> list[Layer]:
     if not is_model(value):
         return []
     modules = value.named_modules(remove_duplicate=False)
-    return [Layer(path, kinds(module), setting_reader(module), path) for path, module in modules]
+    return [Layer(path, kinds(module), setting_reader(module), path, named=setting_names(module)) for path, module in modules]
+
+
+def setting_names(module: nn.Module) -> Callable[[], list[str]]:
+    """Lists what a module has as attributes, its own and those of its class, and what `setting_reader` derives."""
+    derived = ["parameter dtype", "buffers that are not saved"]
+    return lambda: [*(name for name in dir(module) if not name.startswith("_")), *derived]
 
 
 def setting_reader(module: nn.Module) -> Callable[[str], Any]:

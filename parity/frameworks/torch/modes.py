@@ -26,6 +26,9 @@ class Widened(TorchDispatchMode):
         cast = func.overloadpacket is torch.ops.aten._to_copy and args[0].dtype == torch.float64
         if cast and kwargs.get("dtype") in self.kept_from:
             kwargs = {**kwargs, "dtype": torch.float64}
+        if func is torch.ops.aten.hardsigmoid_backward.default and args[0].dtype == torch.float64:
+            # Torch's kernel multiplies by one sixth in float32, whatever it is given.
+            return torch.where(args[1].abs() < 3, args[0] / 6, 0.0)
         return func(*args, **kwargs)
 
 
@@ -38,6 +41,7 @@ class Kinks(TorchDispatchMode):
         near: how many values lie within `units` * u * scale of a kink or a tie, but not on it.
         exact: how many lie on a kink. That is no question of rounding: dead units feed no gradient.
         ties: how many tie for a maximum. Nor is that, but frameworks choose other gradients there.
+        bounds: by operation and bound, whether a value lies on the far side of it.
     """
 
     # Operation and the place of its kink; clamp and hardtanh have theirs in the arguments.
@@ -52,6 +56,7 @@ class Kinks(TorchDispatchMode):
     def __init__(self, unit: float, units: float = 64.0):
         super().__init__()
         self.unit, self.units, self.near, self.exact, self.ties = unit, units, 0, 0, 0
+        self.bounds: dict[tuple[str, float], bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -60,6 +65,9 @@ class Kinks(TorchDispatchMode):
             if name.rstrip("_") in self.PLACES:
                 bounds = [a for a in args[1:] if isinstance(a, int | float)] if "clamp" in name or name == "hardtanh" else [0.0]
                 self.exact += self.count(x[x.isfinite()], [(x - b).abs() for b in bounds])
+                for bound in bounds if name == "hardtanh" else ():
+                    beyond = bool((x > bound).any() and (x < bound).any())
+                    self.bounds[name, bound] = self.bounds.get((name, bound), False) or beyond
             elif name in self.PAIRS and others:
                 self.ties += self.count(self.shown(x), [(x - others[0].detach()).abs()])
             elif name in self.CHOICES:

@@ -1,6 +1,8 @@
 """Running PyTorch models on copies of their parameters."""
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.errors import first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
+from parity.evidence.shelf import as_is
 from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.torch.keeping import as_it_was, written
@@ -45,6 +48,8 @@ def problems_before_running(model: nn.Module, dropout: bool = False) -> list[str
     scripted = [path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         found.append(f"{scripted[0]} is compiled by torch.jit, which cannot run on copies; give the module it was made from")
+    if isinstance(model, nn.DataParallel):
+        found.append("the torch model is wrapped in torch.nn.DataParallel, which cannot run on copies; give its .module")
     return found
 
 
@@ -80,6 +85,11 @@ def model_dtype(model: nn.Module) -> str | None:
     """The dtype of the floating point parameters, None if there are none."""
     floats = [dtype_name(p) for p in model.parameters() if p.is_floating_point()]
     return floats[0] if floats else None
+
+
+def random_state() -> bytes:
+    """Where torch's generator of random numbers stands: the same again if nothing was drawn between."""
+    return bytes(torch.get_rng_state().numpy())
 
 
 @contextlib.contextmanager
@@ -180,12 +190,13 @@ def evaluate(
     """
     device = torch.device("meta") if meta else device_of(model)
     wants_gradients = cotangents is not None
-    state = dict(model.state_dict(keep_vars=True))
+    held = dict(model.state_dict(keep_vars=True))
     # Non-persistent buffers are not in the state_dict, but the forward pass needs them in the same dtype.
-    state |= dict(model.named_buffers(remove_duplicate=False))
+    own_buffers = dict(model.named_buffers(remove_duplicate=False))
+    held |= own_buffers
     originals: dict[int, Tensor] = {}
     replaced: dict[str, Tensor] = {}
-    for path, tensor in state.items():
+    for path, tensor in held.items():
         if not isinstance(tensor, Tensor):
             continue
         other = None if weights is None else weights.get(path)
@@ -202,7 +213,7 @@ def evaluate(
     def as_tensor(path: str, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return value
-        tensor = fresh(from_numpy(value), dtype if path in call.castable else None, device)
+        tensor = fresh(from_numpy(value), dtype if call.cast(path) else None, device)
         arrays[path] = tensor
         if wants_gradients and tensor.is_floating_point() and path in call.castable:
             inputs[path] = tensor.requires_grad_()
@@ -218,16 +229,24 @@ def evaluate(
     names = {id(tensor): f"parameter {path}" for path, tensor in replaced.items()}
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
-    widened = Widened(model_dtype(model)) if dtype == "float64" and not meta else contextlib.nullcontext()
+    widened = Widened(model_dtype(model)) if dtype == "float64" else contextlib.nullcontext()
     grad = torch.enable_grad() if wants_gradients else torch.no_grad()
     with grad, widened, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
-        output = torch.func.functional_call(model, once(model, replaced), args, kwargs, tie_weights=False)
+        state = once(model, replaced)
+        fresh_versions = {path: tensor._version for path, tensor in state.items()}
+        output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         outputs = dict(flatten(output, is_array))
         gradients = backward(outputs, cotangents, inputs, replaced) if cotangents is not None else {}
     if meta:
         return Evaluation({p: Abstract(tuple(v.shape), dtype_name(v)) if is_array(v) else v for p, v in outputs.items()})
     wrote = (*written(given), *(path for path, before in parts.items() if containers(args, kwargs).get(path) != before))
-    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients, wrote, tuple(attributes))
+    # Written into, or another array under the name.
+    buffers = {
+        path: plain(tensor)
+        for path, tensor in state.items()
+        if path in own_buffers and (tensor is not replaced[path] or tensor._version != fresh_versions[path])
+    }
+    return Evaluation({path: plain(value) for path, value in outputs.items()}, gradients, wrote, tuple(attributes), buffers)
 
 
 @contextlib.contextmanager
@@ -288,17 +307,52 @@ def backward(
     return {path: np.array(to_numpy(gradient)) for path, gradient in zip(leaves, found, strict=True)}
 
 
-def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[Evaluation, list[Captured]]:
-    """Run a model and record every submodule's output, in the order in which they finish."""
+class Copies:
+    """Copies of tensors in NumPy; a tensor that is seen again is copied again only if it was written into.
+
+    Args:
+        keep: gets each copy; what it returns stands for the tensor.
+    """
+
+    def __init__(self, keep: Callable[[np.ndarray], Any]):
+        self.keep = keep
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """What stands for a tensor; anything else is itself."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_inference():
+            # Nobody counts what is written into those.
+            return self.keep(plain(value))
+        there, version, kept = self.known.get(id(value), (None, 0, None))
+        if there is None or there() is not value or version != value._version:
+            kept = self.keep(plain(value))
+            self.known[id(value)] = weakref.ref(value), value._version, kept
+        return kept
+
+
+def capture(
+    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+) -> tuple[Evaluation, list[Captured]]:
+    """Run a model and record every submodule's output, in the order in which they finish.
+
+    Args:
+        model: left as it is.
+        call: the arguments, in NumPy.
+        dtype: as of `evaluate`.
+        keep: gets every array as its module returns; what it returns stands on the record.
+    """
     records: list[Captured] = []
+    copies = Copies(keep)
     counts: dict[str, int] = {}
     handles = []
 
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             counts[path] = counts.get(path, 0) + 1
-            values = {name: plain(value) for name, value in flatten(output, is_array)}
-            given = {number: plain(value) for number, value in enumerate(inputs) if is_array(value)}
+            values = {name: copies.of(value) for name, value in flatten(output, is_array)}
+            given = {number: copies.of(value) for number, value in enumerate(inputs) if is_array(value)}
             records.append(Captured(path, counts[path] - 1, values, given))
 
         return record
@@ -314,7 +368,8 @@ def capture(model: nn.Module, call: Call, *, dtype: str | None = None) -> tuple[
 
 
 def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
-    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays.
+    """The dtypes of a model's outputs, by path, when parameters and arguments are cast: a pinned dtype stays,
+    but for that in which the model is deployed.
 
     Nothing is computed.
     """
@@ -322,19 +377,51 @@ def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
     return {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Abstract)}
 
 
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let what torch.compile made run as it was written: compiling for what does not fit writes tracebacks to the screen."""
+    found = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if found else contextlib.nullcontext()
+
+
 def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:
     """What a model does with arguments, without computing: the error, or the shapes of its outputs."""
     try:
-        outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
+        with uncompiled(model):
+            outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return tuple(leaf.shape for leaf in outputs.values() if isinstance(leaf, Abstract))
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices, for the report."""
+    """Version, devices and settings as they are now, for the report."""
     devices = ["cpu"] + [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"torch": str(torch.__version__), "torch devices": ", ".join(devices)}
+    with warnings.catch_warnings():
+        # Which of its two ways of setting TF32 was used is not looked into; reading the other one may warn.
+        warnings.simplefilter("ignore")
+        products, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    tiny = torch.full((1,), torch.finfo(torch.float32).tiny / 4, dtype=torch.float32, device="cpu")
+    return {
+        "torch": str(torch.__version__),
+        "torch build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        "torch devices": ", ".join(devices),
+        "torch threads": str(torch.get_num_threads()),
+        "torch default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "torch float32 products, as set": products,
+        "torch cuDNN TF32, as set": "on" if tf32 else "off",
+        "torch algorithms, as set": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
+        "torch denormals": "kept" if bool((tiny * 1.0 != 0).any()) else "turned to zero",
+        "torch and NumPy": bridge(),
+    }
+
+
+def bridge() -> str:
+    """Whether torch takes arrays from NumPy: one that was built for another NumPy does not."""
+    try:
+        torch.from_numpy(np.zeros(1, np.float32)).numpy()
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "work together"
 
 
 def gpu_missing() -> str | None:

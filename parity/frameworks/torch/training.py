@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,12 +16,13 @@ from parity.errors import InputError
 from parity.evidence.numerics import UNIT, jittered
 from parity.evidence.trees import mapped
 from parity.frameworks.torch.dropout import recording
-from parity.frameworks.torch.leaves import from_numpy, to_numpy, torch_dtype
+from parity.frameworks.torch.leaves import dtype_name, from_numpy, to_numpy, torch_dtype
 from parity.frameworks.torch.losses import LOSSES
 from parity.frameworks.torch.modes import Kinks, Shaken, Widened
-from parity.frameworks.torch.optimizers import owns
+from parity.frameworks.torch.optimizers import names_of, owns
 from parity.frameworks.torch.running import deployed_epsilon, device_of, model_dtype
-from parity.training.optimizers import SCALARS
+from parity.frameworks.torch.schedulers import owns as schedules
+from parity.training.optimizers import KNOWN, SCALARS
 from parity.training.recipe import Recipe
 
 
@@ -28,24 +30,66 @@ def made(optimizer: Any, model: nn.Module) -> Any:
     """An optimizer of a model: itself, or made of a class, a class with its options, or a function of the parameters.
 
     Raises:
-        InputError: it is none of these.
+        InputError: it is none of these, moves what is not the model's, or takes its steps by a closure.
     """
-    if owns(optimizer):
-        return optimizer
     make, options = optimizer if isinstance(optimizer, tuple) and len(optimizer) == 2 else (optimizer, {})
-    found = make(model.parameters(), **options) if callable(make) and isinstance(options, Mapping) else None
+    made_here = not owns(optimizer) and callable(make) and isinstance(options, Mapping)
+    found = make(model.parameters(), **options) if made_here else optimizer
     if not owns(found):
         raise InputError(
             "optimizer must be a torch.optim.Optimizer of the torch model, a class of them, a pair of a class and a dict of "
             f"its options, or a function of the model's parameters that makes one; got {optimizer!r}"
         )
+    names_of(found, model)
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(found).__name__} calls the loss by a closure, several times in a step, which cannot be followed step by "
+            f"step; {SUPPORTED}"
+        )
     return found
 
 
+SUPPORTED = f"these have a twin in optax: {', '.join(KNOWN)}"
+
+
 def scheduler_of(scheduler: Any, optimizer: Any) -> Any:
-    """A scheduler of an optimizer: itself, or made by a function."""
-    made_here = callable(scheduler) and not hasattr(scheduler, "step")
-    return scheduler(optimizer) if made_here else scheduler
+    """A scheduler of an optimizer: itself, or made by a class with its options, or a function; None stays.
+
+    Raises:
+        InputError: it is none of these, or belongs to another optimizer.
+    """
+    make, options = scheduler if isinstance(scheduler, tuple) and len(scheduler) == 2 else (scheduler, {})
+    made_here = callable(make) and isinstance(options, Mapping) and not schedules(make)
+    found = make(optimizer, **options) if made_here else scheduler
+    if found is not None and not schedules(found):
+        raise InputError(
+            "recipe.scheduler must be a scheduler of torch.optim.lr_scheduler, a pair of a class of them and a dict of its "
+            f"options, or a function of the optimizer that makes one; got {scheduler!r}"
+        )
+    if found is not None and getattr(found, "optimizer", None) is not optimizer:
+        raise InputError("the scheduler belongs to another optimizer; give the one that was made for this one")
+    return found
+
+
+def whole_loss(value: Any) -> Tensor:
+    """What a loss gave, if a gradient can be taken of it.
+
+    Raises:
+        InputError: none can.
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(f"torch's loss must return a tensor without axes, got {type(value).__name__}; return the loss alone")
+    if value.ndim or not value.is_floating_point():
+        raise InputError(
+            f"torch's loss must return one real number, got shape {tuple(value.shape)} of {dtype_name(value)}; take its mean"
+        )
+    if not value.requires_grad:
+        raise InputError(
+            "torch's loss does not depend on any parameter that needs a gradient: nothing would be trained; "
+            "do not detach it, and call the model that the loss is given"
+        )
+    return value
 
 
 def scaling_of(scaler: Any) -> dict[str, Any]:
@@ -55,6 +99,17 @@ def scaling_of(scaler: Any) -> dict[str, Any]:
         raise InputError("the scaler is not enabled, so that it does nothing; leave it out")
     state = known.state_dict()
     return {"init_scale": state.pop("scale"), "growth_tracker": state.pop("_growth_tracker")} | state
+
+
+def droppers(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
+    """Of some paths those of dropout modules, which eval mode silences."""
+    found = dict(model.named_modules())
+    return tuple(path for path in paths if isinstance(found.get(path), nn.modules.dropout._DropoutNd))
+
+
+def dense(gradient: Tensor) -> np.ndarray:
+    """A gradient as an array of its own; `nn.Embedding(sparse=True)` has one of the rows that were looked up."""
+    return np.array(to_numpy(gradient.to_dense() if gradient.is_sparse else gradient))
 
 
 NUMBERS = {name for names in SCALARS.values() for name in names}
@@ -70,9 +125,20 @@ class Run:
         loss: takes a model and a batch of tensors, gives a tensor without axes; or the name of one.
         recipe: what else happens in a step.
         dtype: float64, or None for the model's own.
+        silent: paths of dropout modules that drop nothing.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, scheduler: Any, loss: Any, recipe: Recipe, dtype: str | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        loss: Any,
+        recipe: Recipe,
+        dtype: str | None,
+        silent: tuple[str, ...] = (),
+    ):
+        self.silent = silent
         self.deployed, self.dtype, self.recipe = model_dtype(model), dtype, recipe
         # In one call, so that the copies belong to each other.
         self.model, self.optimizer, self.scheduler = copy.deepcopy((model, optimizer, scheduler))
@@ -80,6 +146,8 @@ class Run:
             self.widen()
         if recipe.train is not None:
             self.model.train(recipe.train)
+        for path in silent:
+            self.model.get_submodule(path).eval()
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.names = {id(p): name for name, p in self.model.named_parameters()}
         self.moving = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -106,7 +174,7 @@ class Run:
     def forked(self, dtype: str | None = None, rng: np.random.Generator | None = None) -> "Run":
         """Another run from the same place, in a dtype, or on parameters that are moved by at most half an ulp."""
         recipe = self.recipe
-        other = Run(self.model, self.optimizer, self.scheduler, self.loss, recipe, dtype)
+        other = Run(self.model, self.optimizer, self.scheduler, self.loss, recipe, dtype, self.silent)
         other.deployed = self.deployed
         if self.scaler is not None:
             # Its scale lives on the device from its first use on; a state dict holds plain numbers.
@@ -152,13 +220,13 @@ class Run:
             shaken = contextlib.nullcontext() if shake is None else Shaken(UNIT, shake)
             with torch.enable_grad(), wide, shaken, deployed_epsilon(self.model, self.dtype):
                 with self.dropping(given[number] if given else None) as masks:
-                    value = self.loss(self.model, *tensors)
+                    value = whole_loss(self.loss(self.model, *tensors))
                 drawn.append(masks)
                 part = value / len(batches) if len(batches) > 1 else value
                 (part if self.scaler is None else self.scaler.scale(part)).backward()
             values.append(float(value.detach()))
         self.unscale()
-        found = {name: None if p.grad is None else np.array(to_numpy(p.grad)) for name, p in self.model.named_parameters()}
+        found = {name: None if p.grad is None else dense(p.grad) for name, p in self.model.named_parameters()}
         self.last_gradients = found
         return sum(values) / len(values), found, drawn
 

@@ -90,6 +90,31 @@ function drawPictures(box) {
   pictures(box, from.modules[box.dataset.pictures] || [], from.errors);
 }
 
+const scaled = (title, more) => axis(title, Object.assign({ type: "log", exponentformat: "e" }, more));
+
+function drawTraining(box) {
+  const of = drawn[box.dataset.training].training;
+  const steps = of.drift.map((row) => row[0]);
+  const line = (column, label, name) => ({ type: "scatter", mode: "lines+markers", x: steps, y: of.drift.map((row) => row[column] || null), name: label,
+    hovertemplate: label + " %{y:.1e}, step %{x}<extra></extra>", line: { color: colour(name), width: 1.5 }, marker: { size: 4 } });
+  const bound = (y) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--quiet"), width: 1 } });
+  const parted = of.first ? [{ type: "line", x0: of.first, x1: of.first, yref: "paper", y0: 0, y1: 1, line: { color: colour("--bad"), width: 1, dash: "dot" } }] : [];
+  const named = { showlegend: true, legend: { orientation: "h", y: 1.2 }, margin: { l: 60, r: 10, t: 30, b: 40 } };
+  box.replaceChildren();
+  chart(box, "The largest difference behind each step in float64, as a part of the largest value. The line marks what counts as the same" +
+    (of.first ? ", the dotted one the step in which they part." : "."),
+    [line(2, "parameters", "--bad"), line(1, "gradients", "--bar"), line(3, "loss", "--warn")],
+    { xaxis: axis("step"), yaxis: scaled("difference"), shapes: [bound(of.allowed), ...parted], ...named });
+  chart(box, "The loss of the torch model, step by step.",
+    [{ type: "scatter", mode: "lines", x: steps, y: of.loss, line: { color: colour("--bar"), width: 1.5 } }], { xaxis: axis("step"), yaxis: axis("loss") });
+  if (of.native.length) {
+    chart(box, "The error of each step in the dtype of the models, over what is allowed by torch's own. The line marks 1.",
+      [{ type: "scatter", mode: "lines+markers", x: of.native.map((row) => row[0]), y: of.native.map((row) => row[1] || null),
+         line: { color: colour("--bar"), width: 1.5 }, marker: { size: 4 } }],
+      { xaxis: axis("step"), yaxis: scaled("error"), shapes: [bound(1)] });
+  }
+}
+
 function drawCourse(box) {
   const steps = drawn[box.dataset.course].course;
   box.replaceChildren();
@@ -102,7 +127,7 @@ function drawCourse(box) {
 }
 
 // What nobody looks at is not drawn: a model may have a thousand modules.
-const draw = (box) => (box.dataset.course ? drawCourse(box) : drawPictures(box));
+const draw = (box) => (box.dataset.course ? drawCourse(box) : box.dataset.training ? drawTraining(box) : drawPictures(box));
 const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (entry.isIntersecting && !entry.target.childElementCount) draw(entry.target);
@@ -144,7 +169,7 @@ document.addEventListener("click", (event) => {
   const tree = document.getElementById(open || close || "");
   if (tree) tree.querySelectorAll("details").forEach((details) => { details.open = Boolean(open); });
 });
-const boxes = document.querySelectorAll("[data-pictures], [data-course]");
+const boxes = document.querySelectorAll("[data-pictures], [data-course], [data-training]");
 boxes.forEach((box) => watcher.observe(box));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   boxes.forEach((box) => box.childElementCount && draw(box));

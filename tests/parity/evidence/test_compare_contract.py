@@ -449,7 +449,7 @@ def test_outputs_in_dicts_and_arguments_by_name():
 
 
 @pytest.mark.parametrize("where", ["the output", "a layer"])
-def test_a_flax_model_that_pins_its_outputs_does_not_count_as_passed(where):
+def test_a_flax_model_that_asks_for_the_dtype_in_which_it_is_deployed_is_no_other(where):
     class Pinned(FlaxTwo):
         def __init__(self, *, rngs):
             super().__init__(rngs=rngs)
@@ -460,12 +460,24 @@ def test_a_flax_model_that_pins_its_outputs_does_not_count_as_passed(where):
             y = super().__call__(x)
             return y.astype(jnp.float32) if where == "the output" else y
 
-    report = parity.compare(*two(Pinned), X, **FAST)
+    assert parity.compare(*two(Pinned), X, **FAST).passed
+
+
+def test_models_that_pin_their_outputs_to_fewer_digits_do_not_count_as_passed():
+    class Pinned(FlaxTwo):
+        def __call__(self, x):
+            return super().__call__(x).astype(jnp.bfloat16)
+
+    class TorchPinned(TorchTwo):
+        def forward(self, x):
+            return super().forward(x).bfloat16()
+
+    report = parity.compare(*two(Pinned, TorchPinned), X, **FAST)
     assert report.level("identical").status == report.level("gradients").status == "not run"
     assert not report.passed
     text = str(report)
     assert "not proved: a level could not run" in text and "NOT the same function" not in text
-    assert "the Flax model pins a dtype: output of the model is float32 in a float64 run; remove the cast" in text
+    assert "the torch model pins a dtype: output of the model is bfloat16 in a float64 run; remove the cast" in text
     assert "does not count as passed" in text
     with pytest.raises(parity.DivergenceError, match="not proved"):
         report.raise_for_divergence()

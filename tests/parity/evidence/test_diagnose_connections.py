@@ -468,3 +468,55 @@ def test_a_module_whose_answer_is_known_computes_nothing():
     assert run.given["0", 0, "args[0]"].tolist() == np.ones((2, 3)).tolist()
     model(torch.ones(2, 3))
     assert counted == [1], "the model is as before"
+
+
+# --------------------------------------------------------------- a term of a sum that is not normed
+
+
+class TorchAdded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm, self.out = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.out(x + self.norm(self.mix(x)))
+
+
+class FlaxAdded(nnx.Module):
+    def __init__(self, rngs):
+        self.mix, self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x + self.mix(x))
+
+
+def test_a_norm_left_out_of_a_sum_is_no_other_residual():
+    torch_model, flax_model = draw(TorchAdded(), "added"), FlaxAdded(nnx.Rngs(0))
+    parity.transfer(torch_model, flax_model)
+    found = diagnosed(torch_model, flax_model, FEATURES, path="", cause="another value", says="norm is left out")
+    assert "residual" not in {cause.hypothesis for cause in found.causes}, str(found)
+
+
+def torch_turned(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * 2 - b * 3, b * 2 + a * 3], -1)
+
+
+def flax_turned(x):
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * 2 - b * 3, b * 2 - a * 3], -1)
+
+
+def test_a_term_with_the_other_sign_is_told():
+    says = "one term has the other sign where torch computes add"
+    diagnosed(*held(torch_turned, flax_turned, "sign"), FEATURES, path="core", cause="terms", says=says)
+
+
+def test_a_product_for_a_quotient_is_told():
+    def wrong(x):
+        return x * (2 + jnp.abs(x).sum(-1, keepdims=True))
+
+    pair = held(lambda x: x / (2 + x.abs().sum(-1, keepdim=True)), wrong, "quotient")
+    says = "Flax takes the product of two arrays where torch takes their quotient; divide the first by the second"
+    diagnosed(*pair, FEATURES, path="core", cause="factor", says=says)

@@ -209,7 +209,7 @@ def test_semantics_bound_is_the_documented_formula():
     t64, t32 = np.array([1.0, -4.0]), np.array([1.0 + 2.0**-20, -4.0])
     assert semantics_bound(t32, t64) == 64 * (2.0**-29 * 2.0**-20 + 2.0**-53 * 4)
     assert semantics_bound(t32, t64, scale=8.0) == 64 * (2.0**-29 * 2.0**-20 + 2.0**-53 * 8)
-    assert semantics_bound(t32, t64, jittered64=[t64 + 2.0**-50]) == 64 * (2.0**-49 + 2.0**-53 * 4 + 2.0**-50)
+    assert semantics_bound(t32, t64, own=2.0**-50) == 64 * (2.0**-49 + 2.0**-53 * 4 + 2.0**-50)
 
 
 def test_semantics_bound_does_not_grow_with_nonsense_in_float32():

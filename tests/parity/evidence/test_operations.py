@@ -477,3 +477,41 @@ def test_a_tape_is_no_longer_than_its_limit(monkeypatch):
     monkeypatch.setattr("parity.evidence.tape.LIMIT", 0)
     with pytest.raises(TooLongError, match="more than 0 operations"):
         Tape().begin()
+
+
+# ---------------------------------------------------------------- what is written, not computed
+
+
+class TorchShifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core = TorchShift()
+
+    def forward(self, x):
+        return self.core(x, 1)
+
+
+class TorchShift(nn.Module):
+    def forward(self, x, by):
+        return x.roll(by, 0)
+
+
+class FlaxShifted(nnx.Module):
+    def __init__(self):
+        self.core = FlaxShift()
+
+    def __call__(self, x):
+        return self.core(x, 2)
+
+
+class FlaxShift(nnx.Module):
+    def __call__(self, x, by):
+        return jnp.roll(x, by, 0)
+
+
+def test_another_number_handed_on_is_told_by_the_lines_that_hand_it_on():
+    found = parity.trace(TorchShifted().eval(), FlaxShifted(), X).isolated()
+    (fault,) = found.faults
+    told = fault.operation
+    assert (fault.path, told.note, told.where) == ("", "another setting is handed on", "what it gives core: args[1]")
+    assert (told.torch.source.text, told.flax.source.text) == ("return self.core(x, 1)", "return self.core(x, 2)")

@@ -99,6 +99,40 @@ def test_a_module_called_more_often_on_one_side_is_reported_not_blamed():
     assert "not paired, so not looked into: b (2 calls in torch, 3 seen in Flax)" in str(trace)
 
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop, self.skip, self.act, self.b = (
+            nn.Linear(4, 6),
+            nn.Dropout(),
+            nn.Identity(),
+            nn.ReLU(),
+            nn.Linear(6, 3),
+        )
+
+    def forward(self, x):
+        return self.b(self.act(self.skip(self.drop(self.a(x)))))
+
+
+class FlaxDropping(nnx.Module):
+    def __init__(self, *, rngs):
+        self.a, self.b = nnx.Linear(4, 6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.dropout(self.a(x))) * 1.5)
+
+
+def test_modules_that_hand_on_what_they_are_given_are_not_told_as_not_looked_into():
+    # Dropout in eval mode and Identity under names of one side alone; what computes something is told.
+    pair = two(FlaxDropping, Dropping)
+    trace = parity.trace(*pair, normal(3, 4))
+    assert trace.unpaired == ("act (torch only)",)
+    assert trace.first_divergence().between == ("act",)
+    isolation = trace.isolated()
+    assert isolation.unpaired == ("act (torch only)",) and [one.path for one in isolation.faults] == [""]
+
+
 def test_modules_that_only_one_side_has_are_reported():
     class Fused(FlaxTwo):
         def __init__(self, *, rngs):

@@ -423,3 +423,38 @@ def test_a_submodule_is_run_with_other_weights_and_settings():
     assert np.abs(wide - plain).max() > 0.01
     assert jax.tree.all(jax.tree.map(np.array_equal, theirs.variables, before))
     assert math.isclose(theirs.wide_structure.parts["layers_1", "norm1"].module.epsilon, 1e-5)
+
+
+# ---------------------------------------------------------------- an array of which Flax has a part only
+
+
+class Gated(nn.Module):
+    """Flax's GRU has the second bias of one gate alone."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.RNN(nn.GRUCell(5), name="gru")(x)
+
+
+class TorchGated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = torch.nn.GRU(3, 5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(x)[0]
+
+
+def test_weights_that_were_not_loaded_are_the_cause_where_flax_has_part_of_an_array():
+    ours, features = draw(TorchGated(), "gated"), normal(2, 4, 3)
+    with torch.no_grad():
+        ours.gru.bias_hh_l0[:10] = 0
+    variables = Gated().init(jax.random.key(0), features)
+    found = parity.diagnose(ours, parity.Linen(Gated(), variables, features), features)
+    assert [fault.path for fault in found.isolation.faults] == ["gru"] and not found.unexplained, str(found)
+    assert found.causes[0].hypothesis == "weights" and "gru.bias_hh_l0" in found.causes[0].what, str(found)
+    # Of one block that is wrong the others are torch's.
+    filled_in = ours, parity.transfer(ours, parity.Linen(Gated(), None, features)).value
+    changed = altered(filled_in[1], "params.GRUCell_0.hn.bias", lambda bias: 2 * bias)
+    found = parity.diagnose(ours, changed, features)
+    assert "gru.bias_hh_l0: Flax's is 2 times torch's" in found.causes[0].what, str(found)

@@ -19,6 +19,8 @@ from transfer_helpers import bits, scramble, snapshot, transposed
 
 import parity
 from parity import cli
+from parity.weights.leaf import Layer
+from parity.weights.rules import in_words_of
 
 
 def flat(variables: Any) -> dict[str, Any]:
@@ -448,3 +450,21 @@ def test_what_is_no_linen_model_is_refused(make, sentence):
 
 def test_a_model_prints_what_it_is():
     assert repr(parity.Linen(LinenConv(), None, images())) == "parity.Linen(LinenConv, batch_stats, params)"
+
+
+def test_sentences_to_linen_users_name_layers_of_linen():
+    norm = nn.BatchNorm(use_running_average=True)
+    own = parity.Linen(norm, norm.init(jax.random.key(0), jnp.ones((2, 4))))
+    [setting] = parity.transfer(torch.nn.BatchNorm1d(4, momentum=None).eval(), own).settings[:1]
+    assert "linen.BatchNorm cannot; give torch a momentum" in setting and "nnx" not in setting
+    [setting] = parity.transfer(torch.nn.BatchNorm1d(4, momentum=None).eval(), nnx.BatchNorm(4, rngs=nnx.Rngs(0))).settings[:1]
+    assert "nnx.BatchNorm cannot" in setting
+
+
+def test_names_that_linen_has_otherwise_are_linens():
+    said = "write one with four nnx.LinearGeneral, an nnx.Linear or nnx.MultiHeadAttention; or use nnx.max_pool"
+    linen, other = (Layer("a", (kind,), {}.get) for kind in ("flax.linen.linear.Dense", "flax.nnx.Linear"))
+    assert in_words_of(linen, said) == (
+        "write one with four linen.DenseGeneral, a linen.Dense or linen.MultiHeadDotProductAttention; or use linen.max_pool"
+    )
+    assert in_words_of(other, said) == said and in_words_of(None, said) == said

@@ -154,7 +154,8 @@ def test_inside_a_chain_and_behind_clipping():
     assert found.counts == {0: 4} and set(found.tensors) == set("abcde")
     assert (found.tensors["c"]["exp_avg"] == optimizer.state[model.c]["exp_avg"].numpy()).all()
     assert str(told) == "10 arrays (exp_avg, exp_avg_sq), updates so far by group: 4"
-    assert told.to_dict() == {"arrays": [list(pair) for pair in told.arrays], "steps": [4]}
+    data = told.to_dict()
+    assert (data["kind"], data["arrays"], data["steps"]) == ("optimizer transfer", [list(pair) for pair in told.arrays], [4])
 
 
 def test_source_and_target_are_proof_against_later_writes():

@@ -95,3 +95,13 @@ def test_a_constant_without_values_that_nothing_fills_is_refused():
         parity.transfer(TwoLinear(), parity.empty(Tabled, WIDTH, True))
     with pytest.raises(parity.InputError, match=r"table of the model is an array and no nnx.Variable: it has no"):
         parity.empty(Tabled, WIDTH, False)
+
+
+def test_a_builder_that_takes_no_rngs_is_told_how_to_be_written():
+    for build in (lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)), lambda rngs, /: nnx.Linear(2, 3, rngs=rngs)):
+        with pytest.raises(
+            parity.InputError, match=r"build must take rngs by keyword, got <lambda>\(.*\); write it as"
+        ) as caught:
+            parity.empty(build)
+        assert caught.value.code == "no-rngs" and "parity.empty(lambda rngs: Model(..., rngs=rngs))" in str(caught.value)
+    assert type(parity.empty(lambda **given: nnx.Linear(2, 3, **given))) is nnx.Linear

@@ -1,0 +1,1 @@
+"""What one model does, in a file: made where one framework is installed, read where the other or none is."""

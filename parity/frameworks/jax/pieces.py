@@ -1,0 +1,84 @@
+"""A traced function run piece by piece, so that what it records is handed on while it runs.
+
+One compiled program returns all of its results at its end, and holds them until then. Cut into several, each returns
+what was recorded in it. Callbacks out of one program would do the same, but on a single core those of jax wait for
+themselves (seen with jax 0.10 from arrays of 2 MiB on).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.recording import alive
+from parity.frameworks.jax.running import QUICK, platform
+
+# Bytes of results after which a program is cut: smaller ones stay whole.
+PIECE = 16 * 2**20
+
+
+def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np.ndarray], Any]) -> Any:
+    """Run a function whose results are arrays, each handed on as soon as its piece is through.
+
+    Args:
+        body: any function that jax can trace.
+        given: its arguments.
+        keep: gets each result in NumPy; one that is returned several times once.
+
+    Returns:
+        What `keep` made of them, in the tree that `body` returns.
+    """
+    traced, shapes = jax.make_jaxpr(body, return_shape=True)(*given)
+    jaxpr = traced.jaxpr
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.consts, *jax.tree.leaves(tuple(given))), strict=True))
+    wanted = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    kept = {atom: keep(np.array(values[atom])) for atom in wanted if atom in values}
+    # What has effects may write where nobody sees it from here.
+    pieces = [list(jaxpr.eqns)] if jaxpr.effects else cut(alive(jaxpr), wanted)
+    for number, piece in enumerate(pieces):
+        later = {atom for other in pieces[number + 1 :] for eqn in other for atom in operands(eqn)}
+        made = [out for eqn in piece for out in eqn.outvars if out in wanted or out in later]
+        results = run_piece(jaxpr, piece, made, values)
+        values = {atom: value for atom, value in values.items() if atom in later}
+        for atom in made:
+            result = results.pop(0)
+            if atom in wanted:
+                kept[atom] = keep(np.array(result))
+            if atom in later:
+                values[atom] = result
+    outputs = [
+        keep(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else kept[atom] for atom in jaxpr.outvars
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
+    """What stands for a result of a function that ran by itself; what is no array is itself."""
+    return keep(np.array(leaf)) if is_array(leaf) else leaf
+
+
+def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:
+    """The same in pieces, of which none but the last returns less than `PIECE` bytes of results."""
+    pieces, size = [list[JaxprEqn]()], 0
+    for eqn in equations:
+        if size >= PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(eqn)
+        size += sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars if out in wanted)
+    return pieces
+
+
+def operands(eqn: JaxprEqn) -> list[Any]:
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def run_piece(jaxpr: Jaxpr, piece: list[JaxprEqn], made: list[Any], values: dict[Any, Any]) -> list[Any]:
+    """The values of `made`, as one compiled program."""
+    inputs = list(dict.fromkeys(atom for eqn in piece for atom in operands(eqn) if atom in values))
+    program = ClosedJaxpr(Jaxpr((), inputs, made, piece, jaxpr.effects, jaxpr.debug_info), ())
+    compiled = jax.jit(jaxpr_as_fun(program), compiler_options=QUICK.get(platform()))
+    return list(compiled(*(values[atom] for atom in inputs)))
