@@ -50,8 +50,13 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
             if atom in later:
                 values[atom] = result
     returned: list[Any] = list(jaxpr.outvars)
-    outputs = [keep(np.asarray(o.val, o.aval.dtype)) if isinstance(o, Literal) else kept[o] for o in returned]
+    outputs = [keep(literal(o)) if isinstance(o, Literal) else kept[o] for o in returned]
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def literal(atom: Any) -> np.ndarray:
+    """A number that a program holds, as an array of the dtype that it has there."""
+    return np.asarray(atom.val, atom.aval.dtype)
 
 
 def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
