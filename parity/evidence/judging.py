@@ -12,6 +12,7 @@ from parity.evidence.faults import Difference
 from parity.evidence.numerics import (
     SEMANTICS_FACTOR,
     UNIT,
+    alike,
     finite_scale,
     same_specials,
     semantics_bounds,
