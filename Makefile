@@ -7,7 +7,7 @@ BIN := .venv/bin
 KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up parity test test-slow lint docs catalogue-page format generated pin clean
+.PHONY: help set-up parity test test-slow lint docs catalogue-page format generated pictures pin clean
 
 help:  ## this list
 	@echo 'Each target first installs what it needs, once.'
@@ -44,6 +44,9 @@ format: set-up  ## put the code into the house format and repair what ruff can
 
 generated: set-up  ## write what is made from the code: the JSON schema, and the page of codes
 	$(BIN)/python scripts/generated.py
+
+pictures: set-up  ## draw docs/pictures: the pages of a pair that differs and of one that agrees
+	$(BIN)/python scripts/pictures.py
 
 pin: set-up  ## write constraints.txt from what .venv holds
 	$(BIN)/python scripts/pin.py > constraints.new && mv constraints.new constraints.txt

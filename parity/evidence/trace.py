@@ -32,6 +32,8 @@ from parity.weights.paths import Rename
 
 # Cosine above which two arrays are taken for the same values in another order of axes.
 ALIKE = 0.7
+# Values of an output that agrees of which a picture is drawn; one that differs is drawn whatever its size.
+DRAWN = 2**17
 
 
 def trace(
@@ -234,10 +236,15 @@ def compare_step(expected: Captured, plain: Captured, actual: Captured, last: st
     for name in [*expected.outputs, *(n for n in actual.outputs if n not in expected.outputs)]:
         found, measured = compare_output(name, expected, plain, actual, last)
         ratio = max(ratio, measured)
-        drawn += pictured(name, expected, plain, actual)
+        drawn += pictured(name, expected, plain, actual) if found or small(expected.outputs.get(name)) else []
         if found:
             return Step(expected.path, expected.call, False, ratio, found, pictures=tuple(drawn))
     return Step(expected.path, expected.call, True, ratio, note=note, pictures=tuple(drawn))
+
+
+def small(value: Any) -> bool:
+    """Whether an output is drawn also where it agrees: of a large model that would take as long as comparing it."""
+    return is_array(value) and value.size <= DRAWN
 
 
 def pictured(name: str, expected: Captured, plain: Captured, actual: Captured) -> list[Picture]:

@@ -27,7 +27,7 @@ def report_text(report: "Report") -> str:
     """One line if all is well; else where the models part, how much, why, and what to do next, on one screen."""
     if report.passed:
         notes = [*left_out(report), *notes_of(report)]
-        return "\n".join([headline(report), *not_applicable(report), *(f"  note: {note}" for note in notes)])
+        return "\n".join([headline(report) + not_applicable(report), *(f"  note: {note}" for note in notes)])
     # As much of each section as fits; `to_dict` has all of it.
     faults = report.diagnosis.isolation.faults if report.diagnosis else ()
     sizes = [(shown, full) for shown in range(SHOWN, -1, -1) for full in (True, False)]
@@ -241,8 +241,10 @@ def raising(report: "Report") -> str:
     return "torch raises, Flax does not" if side == "torch" else "Flax raises, torch does not"
 
 
-def not_applicable(report: "Report") -> list[str]:
-    return [f"  {level.level}: not applicable, {level.summary}" for level in report.levels if level.status == "not applicable"]
+def not_applicable(report: "Report") -> str:
+    """The levels that say nothing about these models, behind the verdict."""
+    found = [f"{level.level} does not apply, {level.summary}" for level in report.levels if level.status == "not applicable"]
+    return "".join(f"; {one}" for one in found)
 
 
 def level_lines(level: "LevelResult", shown: int = SHOWN, brief: bool = False) -> list[str]:

@@ -49,10 +49,14 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
                 kept[atom] = keep(np.array(result))
             if atom in later:
                 values[atom] = result
-    outputs = [
-        keep(np.asarray(atom.val, atom.aval.dtype)) if isinstance(atom, Literal) else kept[atom] for atom in jaxpr.outvars
-    ]
+    returned: list[Any] = list(jaxpr.outvars)
+    outputs = [keep(literal(o)) if isinstance(o, Literal) else kept[o] for o in returned]
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def literal(atom: Any) -> np.ndarray:
+    """A number that a program holds, as an array of the dtype that it has there."""
+    return np.asarray(atom.val, atom.aval.dtype)
 
 
 def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
@@ -68,8 +72,12 @@ def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:
             pieces.append([])
             size = 0
         pieces[-1].append(eqn)
-        size += sum(out.aval.size * out.aval.dtype.itemsize for out in eqn.outvars if out in wanted)
+        size += sum(bytes_of(out) for out in eqn.outvars if out in wanted)
     return pieces
+
+
+def bytes_of(out: Any) -> int:
+    return int(out.aval.size * out.aval.dtype.itemsize)
 
 
 def operands(eqn: JaxprEqn) -> list[Any]:

@@ -99,19 +99,20 @@ function drawTraining(box) {
     hovertemplate: label + " %{y:.1e}, step %{x}<extra></extra>", line: { color: colour(name), width: 1.5 }, marker: { size: 4 } });
   const bound = (y) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { color: colour("--quiet"), width: 1 } });
   const parted = of.first ? [{ type: "line", x0: of.first, x1: of.first, yref: "paper", y0: 0, y1: 1, line: { color: colour("--bad"), width: 1, dash: "dot" } }] : [];
+  const counted = axis("step", { tick0: 1, dtick: Math.max(1, Math.ceil(steps.length / 10)) });
   const named = { showlegend: true, legend: { orientation: "h", y: 1.2 }, margin: { l: 60, r: 10, t: 30, b: 40 } };
   box.replaceChildren();
-  chart(box, "The largest difference behind each step in float64, as a part of the largest value. The line marks what counts as the same" +
+  chart(box, "The largest difference behind each step in float64, as a part of the largest value, that of the loss as it is. The line marks what counts as the same" +
     (of.first ? ", the dotted one the step in which they part." : "."),
     [line(2, "parameters", "--bad"), line(1, "gradients", "--bar"), line(3, "loss", "--warn")],
-    { xaxis: axis("step"), yaxis: scaled("difference"), shapes: [bound(of.allowed), ...parted], ...named });
+    { xaxis: counted, yaxis: scaled("difference"), shapes: [bound(of.allowed), ...parted], ...named });
   chart(box, "The loss of the torch model, step by step.",
-    [{ type: "scatter", mode: "lines", x: steps, y: of.loss, line: { color: colour("--bar"), width: 1.5 } }], { xaxis: axis("step"), yaxis: axis("loss") });
+    [{ type: "scatter", mode: "lines", x: steps, y: of.loss, line: { color: colour("--bar"), width: 1.5 } }], { xaxis: counted, yaxis: axis("loss") });
   if (of.native.length) {
     chart(box, "The error of each step in the dtype of the models, over what is allowed by torch's own. The line marks 1.",
       [{ type: "scatter", mode: "lines+markers", x: of.native.map((row) => row[0]), y: of.native.map((row) => row[1] || null),
          line: { color: colour("--bar"), width: 1.5 }, marker: { size: 4 } }],
-      { xaxis: axis("step"), yaxis: scaled("error"), shapes: [bound(1)] });
+      { xaxis: counted, yaxis: scaled("error"), shapes: [bound(1)] });
   }
 }
 

@@ -170,3 +170,10 @@ def test_notebooks_show_traces_diffs_and_plans_in_the_words_of_the_text():
             said = squeezed(line).strip().removeprefix("- ")
             if not said.startswith("refused, nothing is written"):
                 assert said.replace(">", "&gt;") in shown or said in shown, said
+
+
+def test_a_notebook_shows_a_long_plan_in_part_and_says_so():
+    entry = Entry("a", "b", "as is", (2,), "float32", "float32", 8, "rule", False)
+    shown = Transfer(None, (entry,) * 1_200)._repr_html_()
+    assert shown.count("<tr>") == 101 and "and 1100 more: .plan has them" in shown and len(shown) < 30_000
+    assert "1200 arrays, 9,600 bytes" in shown

@@ -244,7 +244,7 @@ def test_the_data_is_json_without_the_value():
     }
     assert set(data) == {
         *("plan", "ignored", "random", "ties", "lost_ties", "settings", "alone", "notes", "verified", "passed"),
-        *("unpaired", "problems", "arrays", "bytes"),
+        *("unpaired", "problems", "arrays", "bytes", "kind", "schema", "hints"),
     }
 
 
