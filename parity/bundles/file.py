@@ -33,6 +33,7 @@ ENTRIES: dict[str, type] = {
     "dtype": str,
     "x64": bool,
     "environment": dict,
+    "machine": dict,
     "pinned": dict,
     "leaves": list,
     "layers": list,
