@@ -213,7 +213,7 @@ def test_a_replay_can_be_made_of_some_levels_and_without_a_diagnosis(models, rec
     report = parity.replay(recorded["torch"], wrong, levels=["weights", "gradients"], diagnose=False)
     assert [level.level for level in report.levels] == ["weights", "gradients"] and report.diagnosis is None
     assert set(pairs.statuses(report).values()) == {"failed"}
-    settings = parity.replay(recorded["torch"], models[1], levels=["weights"], ignore=["norm.eps"])
+    settings = parity.replay(recorded["torch"], wrong, levels=["weights"], ignore=["norm.eps"])
     assert settings.passed and settings.level("weights").figures["bytes"] == 4 * (56 + 16 + 45)
 
 
