@@ -221,3 +221,13 @@ def test_bad_inputs_are_compared_as_they_were_recorded(models, recorded):
     report = parity.replay(recorded["torch"], models[1], levels=["structure"], strict=True)
     assert "one wider than it should be" not in str(report)
     assert any("float16" in finding.what for finding in report.level("structure").findings)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_recorded_parameters_can_be_transferred(side, models, recorded):
+    target = pairs.FlaxSmall() if side == "torch" else pairs.TorchSmall().eval()
+    found = parity.transfer(recorded[side], target)
+    assert f"{side}.safetensors is a bundle: its model's parameters are taken" in found.notes
+    assert parity.replay(recorded[side], found.value, levels=["weights"]).passed
+    with pytest.raises(parity.InputError, match="holds digests of parameters"):
+        parity.transfer(recorded[f"{side} digests"], target)
