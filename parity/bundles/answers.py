@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -22,13 +23,14 @@ class Digests:
     """Digests of arrays, each computed once while it is alive."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[np.ndarray, str]] = {}
+        self.known: dict[int, tuple[weakref.ref[np.ndarray], str]] = {}
 
     def of(self, array: np.ndarray) -> str:
         """The digest of an array that nobody writes into."""
         held = self.known.get(id(array))
-        if held is None or held[0] is not array:
-            self.known[id(array)] = held = array, digest(array)
+        # Another array may have taken the place of one that is gone.
+        if held is None or held[0]() is not array:
+            self.known[id(array)] = held = weakref.ref(array), digest(array)
         return held[1]
 
 

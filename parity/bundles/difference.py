@@ -51,7 +51,9 @@ def bundle_diff(expected: str | os.PathLike[str], actual: str | os.PathLike[str]
     problems = told_apart(first, second)
     if problems:
         raise InputError(listed(f"{first.path} and {second.path} cannot be compared", problems))
-    sides = {bundle.side: Recorded(bundle) for bundle in sorted((first, second), key=lambda one: one.side, reverse=True)}
+    sides: dict[str, Any] = {
+        bundle.side: Recorded(bundle) for bundle in sorted((first, second), key=lambda one: one.side, reverse=True)
+    }
     return replayed(sides, LEVELS, ("compiled", "eager"))
 
 

@@ -12,15 +12,15 @@ import numpy as np
 
 from parity.bundles.encoding import MARK, decoded
 from parity.errors import InputError, first_line, listed
-from parity.weights.files import Slot, beside, once
+from parity.weights.files import Side, Slot, beside, once
 from parity.weights.leaf import Leaf, digest
-from parity.weights.safetensors_file import tensors
+from parity.weights.safetensors_file import BUNDLE, tensors
 from parity.weights.safetensors_file import write as write_tensors
 
 # Of the form described here. A later one is not guessed at.
 VERSION = 1
 # Names in the metadata of the file.
-FACTS, FORM, SEAL = "parity bundle", "parity bundle version", "parity bundle digest"
+FACTS, FORM, SEAL = BUNDLE, f"{BUNDLE} version", f"{BUNDLE} digest"
 # What the facts of every bundle hold, and of which kind each is.
 ENTRIES: dict[str, type] = {
     "side": str,
@@ -33,6 +33,7 @@ ENTRIES: dict[str, type] = {
     "dtype": str,
     "x64": bool,
     "environment": dict,
+    "machine": dict,
     "pinned": dict,
     "leaves": list,
     "layers": list,
@@ -60,9 +61,9 @@ class Bundle:
     tensors: Mapping[str, Leaf]
 
     @property
-    def side(self) -> str:
+    def side(self) -> Side:
         """`torch` or `flax`: whose model was recorded."""
-        return str(self.facts["side"])
+        return "torch" if self.facts["side"] == "torch" else "flax"
 
     def array(self, name: str) -> np.ndarray:
         """An array by its digest."""

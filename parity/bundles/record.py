@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import importlib.metadata
 import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -266,12 +268,18 @@ def facts_of(
         "dtype": first.dtype,
         "x64": bool(first.flax.x64_enabled()),
         "environment": environment,
+        "machine": {"python": platform.python_version(), "system": platform.platform(), **packages()},
         "pinned": dict(pinned),
         "leaves": leaves(recording.leaves(model), encoder, keep),
         "layers": [layer(one, encoder) for one in recording.layers(model)],
         "sets": [set_facts(side, one, encoder) for side, one in zip(sides, sets, strict=True)],
         "answers": {key: answer(told, encoder, keep) for key, told in recording.answers.items()},
     }
+
+
+def packages() -> dict[str, str]:
+    """The versions of what is installed besides the framework."""
+    return {name: importlib.metadata.version(name) for name in ("torch-flax-parity", "numpy")}
 
 
 def set_facts(side: OneSide, one: InputSet, encoder: Encoder) -> dict[str, Any]:

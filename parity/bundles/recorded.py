@@ -150,7 +150,11 @@ class Recorded(Tree):
 
     def environment(self) -> dict[str, str]:
         """Versions and devices where it was recorded."""
-        return dict(self.bundle.facts["environment"])
+        facts = self.bundle.facts
+        return {
+            **facts["environment"],
+            **{f"{self.NAME} recorded with {name}": told for name, told in facts["machine"].items()},
+        }
 
     @contextlib.contextmanager
     def pinned(self, *args: Any, **kwargs: Any) -> Iterator[dict[str, str]]:

@@ -46,6 +46,8 @@ NAMES = {
     **{f"{sign.upper()}{width}": f"{sign.replace('i', '')}int{width}" for sign in ("i", "u") for width in (8, 16, 32, 64)},
 }
 CODES = {name: code for code, name in NAMES.items()}
+# In the metadata of a bundle: the facts of a recorded model.
+BUNDLE = "parity bundle"
 # The limit of the format's own reader: more is an attack, not a header.
 LONGEST_HEADER = 100_000_000
 
@@ -61,7 +63,9 @@ def read(path: Path) -> Contents:
 
 
 def contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Contents:
-    """The tensors with the ties that the metadata records, in natural order."""
+    """The tensors with the ties that the metadata records, in natural order; of a bundle the parameters of its model."""
+    if BUNDLE in metadata:
+        return recorded(path)
     # As safetensors.torch.save_model has it: the name that was left out, and the name that was kept.
     tied = {name: kept for name, kept in metadata.items() if name not in found and kept in found and name != "format"}
     for name, kept in tied.items():
@@ -74,6 +78,28 @@ def contents(found: dict[str, Leaf], metadata: dict[str, str], path: Path) -> Co
     if side == "flax":
         leaves = [in_flax_words(leaf, tuple(leaf.path.split("."))) for leaf in leaves]
     return Contents(tuple(leaves), side, rest, notes)
+
+
+def recorded(path: Path) -> Contents:
+    """The parameters of the model that a bundle holds.
+
+    Raises:
+        InputError: the bundle cannot be used, or keeps digests of them.
+    """
+    # A bundle is made of what this room has; only here the way leads back.
+    from parity.bundles.file import read as opened
+
+    bundle, leaves = opened(path), list[Leaf]()
+    told = [one for one in bundle.facts["leaves"] if one["role"] in ("parameter", "buffer")]
+    lost = [one["path"] for one in told if one["values"] is None]
+    if lost:
+        raise InputError(f"{path} holds digests of parameters ({lost[0]} first), not their values; record with keep='all'")
+    for one in told:
+        leaf = bundle.tensors[one["values"]["of"]]
+        leaves.append(make_leaf(one["path"], leaf.shape, leaf.dtype, (str(path), one["identity"]), leaf.read))
+    if bundle.side == "flax":
+        leaves = [in_flax_words(leaf, tuple(leaf.path.split("."))) for leaf in leaves]
+    return Contents(tuple(leaves), bundle.side, {}, (f"{path.name} is a bundle: its model's parameters are taken",))
 
 
 def tensors(path: Path) -> tuple[dict[str, Leaf], dict[str, str]]:
