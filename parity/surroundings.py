@@ -153,7 +153,9 @@ def surroundings(
     facts |= {name: text for name, text in installed().items() if name not in facts}
     for room in rooms:
         facts |= room.environment()
-        facts[f"{'torch' if room.NAME == 'torch' else 'jax'} gpu"] = room.gpu_missing() or "available"
+        # A recorded side has run where it was recorded, and says so itself.
+        if absent := getattr(room, "gpu_missing", None):
+            facts[f"{'torch' if room.NAME == 'torch' else 'jax'} gpu"] = absent() or "available"
     facts |= {name: f"{facts.get(name, '')} {why}".strip() for name, why in (broken or {}).items()}
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     facts["trained encoder"] = why_missing() or "installed"
