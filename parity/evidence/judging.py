@@ -18,7 +18,7 @@ from parity.evidence.numerics import (
     semantics_bounds,
 )
 from parity.evidence.subject import Subject
-from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like
+from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like, regrouped
 
 # A difference that large is no question of rounding, not even of a module that computes in float32 all through a
 # float64 run, as a rotary embedding does with its angles: 2^29 times as coarse, over the 64 that are allowed,
@@ -171,7 +171,8 @@ def difference_at(place: Place, trial: Trial, actual: Mapping[Place, Any]) -> tu
     if not is_array(mine) or not is_array(theirs):
         same = is_array(mine) == is_array(theirs) and bool(mine == theirs)
         return (None, 0.0) if same else reason(f"expected (torch) {told(mine)}, actual (flax) {told(theirs)}")
-    if (trial.torch.path or place.child is not None) and broadcasts_alike(mine, theirs):
+    # Inside a model whoever takes it knows its form.
+    if (trial.torch.path or place.child is not None) and (broadcasts_alike(mine, theirs) or regrouped(mine, theirs)):
         theirs = theirs.reshape(mine.shape)
     if mine.shape != theirs.shape:
         return reason(f"expected (torch) shape {mine.shape}, actual (flax) {theirs.shape}")

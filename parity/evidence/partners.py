@@ -97,14 +97,15 @@ HOLDERS = tuple(f"flax.nnx.{name}" for name in ("List", "Dict"))
 
 def by_plan(subject: Subject, called: list[str], found: dict[str, Partner], flax_layers: Mapping[str, Layer]) -> None:
     """Add the modules whose parameters are, by the transfer's plan, all those of one module of the other side."""
-    owners = {p.source.array_path: p.target.owner for p in subject.pairing.pairs}
+    # A projection that is cut into several has as many owners.
+    owners = {(p.source.array_path, p.target.owner) for p in subject.pairing.pairs}
     taken = {partner.path for partner in found.values()}
     # From the inside: of two modules with the same parameters the inner one is the layer itself.
     for path in sorted((p for p in called if p not in found), key=lambda p: -p.count(".")):
-        below = {name: owner for name, owner in owners.items() if inside(name, path)}
-        common = shared_start(set(below.values()))
+        below = {(name, owner) for name, owner in owners if inside(name, path)}
+        common = shared_start({owner for _, owner in below})
         # A port that unrolls a module into its parent has no module for it: the parent holds more than that.
-        whole = all(name in below for name, owner in owners.items() if inside(owner, common))
+        whole = all((name, owner) in below for name, owner in owners if inside(owner, common))
         if below and common and whole and common not in taken and not is_a(flax_layers.get(common), HOLDERS):
             found[path] = Partner(common, "plan")
             taken.add(common)

@@ -91,6 +91,24 @@ def broadcasts_alike(mine: Any, theirs: Any) -> bool:
     return (1,) * (len(long) - len(short)) + short == long
 
 
+def regrouped(mine: Any, theirs: Any) -> bool:
+    """Whether two arrays have the same axes in one order, some of them joined on one side, as heads are."""
+    if not is_array(mine) or not is_array(theirs) or mine.ndim == theirs.ndim or mine.size != theirs.size:
+        return False
+    short, long = sorted((mine.shape, theirs.shape), key=len)
+    # An axis of length one is kept or dropped for a reason: sums and products after it tell the two apart.
+    if short.count(1) != long.count(1):
+        return False
+    left = list(long)
+    for size in short:
+        held = 1
+        while left and held < size:
+            held *= left.pop(0)
+        if held != size:
+            return False
+    return not left
+
+
 def is_array(value: Any) -> TypeGuard[np.ndarray]:
     return isinstance(value, np.ndarray)
 
