@@ -17,7 +17,7 @@ from parity.evidence.isolation import Isolator, aligned, arrays_by_path
 from parity.evidence.numerics import numpy_float
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten, mapped
-from parity.evidence.trial import NotComparableError, Trial, is_array, spoken, turned_back
+from parity.evidence.trial import NotComparableError, Trial, by_argument, is_array, like, spoken, turned_back
 
 # The calls of one module below, each with what Flax's returned there as torch's would have; None where that is not known.
 Answered = Mapping[str, list[tuple[ModuleCall, Any]]]
@@ -70,6 +70,13 @@ class TorchIsolator(Isolator):
         wanted = self.arguments(one, axes, self.rule(one.path))
         theirs = {spoken(path): leaf for path, leaf in flatten((own.args, dict(own.kwargs)), is_array)}
         back = {torch: theirs[flax] for flax, torch in wanted.sources.items() if torch != MASK and is_array(theirs.get(flax))}
+        mine = by_argument(one, self.rule(one.path))
+        if MASK in mine and is_array(theirs.get(MASK)) and not same_mask(mine[MASK], theirs[MASK]):
+            raise NotComparableError("the Flax model gives it another mask than torch's, of which torch's own cannot be made")
+        # What torch is given several times, Flax may be given once.
+        for path, array in by_argument(one).items():
+            twin = next((known for known in back if path not in back and same_array(mine.get(known), array)), None)
+            back |= {path: back[twin]} if twin is not None else {}
 
         def filled(path: str, leaf: Any) -> Any:
             array = back.get(spoken(path))
@@ -151,6 +158,16 @@ class TorchIsolator(Isolator):
                 for path, leaf in flatten((own.args, dict(own.kwargs)), is_array):
                     found[flax, number, spoken(path)] = leaf
         return found
+
+
+def same_array(one: Any, other: Any) -> bool:
+    return is_array(one) and is_array(other) and one.shape == other.shape and bool(np.array_equal(one, other, equal_nan=True))
+
+
+def same_mask(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two masks show the same, however much of it is spelled out."""
+    wide = like(one, other), like(other.astype(bool), one)
+    return same_array(*wide)
 
 
 def replies(answers: Answered) -> dict[str, list[Any]]:

@@ -48,6 +48,49 @@ class LinenSmall(linen.Module):
         return {"scores": linen.Dense(5, name="out")(jax.nn.relu(y)), "inner": (y, ids + 1)}
 
 
+class TorchPicture(nn.Module):
+    """Channels first, then attention over what is hidden in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.att = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x, key_padding_mask):
+        y = torch.relu(self.norm(self.conv(x)))
+        z = y.flatten(2).transpose(1, 2)
+        return self.att(z, z, z, key_padding_mask=key_padding_mask, need_weights=False)[0], y
+
+
+class FlaxPicture(nnx.Module):
+    """Channels last inside; attention is given its input once."""
+
+    def __init__(self, epsilon: float = 1e-5, shift: int = 0):
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(3, 4, (3, 3), padding=1, rngs=rngs)
+        self.norm = nnx.GroupNorm(4, num_groups=2, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+        self.att, self.shift = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs), shift
+
+    def __call__(self, x, key_padding_mask):
+        y = jax.nn.relu(self.norm(self.conv(x.transpose(0, 2, 3, 1))))
+        z = y.reshape(y.shape[0], -1, 4)
+        shown = jnp.roll(~key_padding_mask, self.shift, -1)[:, None, None, :]
+        return self.att(z, mask=shown), y.transpose(0, 3, 1, 2)
+
+
+def picture_pair(**faults: Any) -> tuple[nn.Module, nnx.Module]:
+    torch.manual_seed(5)
+    model, port = TorchPicture().eval(), FlaxPicture(**faults)
+    port.eval()
+    return model, parity.transfer(model, port, ignore=("norm.eps",) if "epsilon" in faults else ()).value
+
+
+def picture() -> tuple[np.ndarray, np.ndarray]:
+    hidden = np.zeros((2, 6), bool)
+    hidden[1, 4:] = True
+    return np.random.default_rng(4).standard_normal((2, 3, 2, 3)).astype(np.float32), hidden
+
+
 def torch_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
     model = TorchSmall().eval()

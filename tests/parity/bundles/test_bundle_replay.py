@@ -92,6 +92,20 @@ def test_a_fault_in_a_modules_code_is_found_in_its_module(side, fault, path, cau
     assert ("causes inside torch's code were not tried" in str(report)) is (side == "torch")
 
 
+@pytest.mark.parametrize(
+    ("faults", "wrong", "cause"),
+    [({}, [], []), ({"epsilon": 1e-3}, ["norm"], ["epsilon"]), ({"shift": 1}, [""], ["mask that is passed on"])],
+)
+def test_torchs_modules_are_run_on_what_flaxs_took_in_other_words(faults, wrong, cause, tmp_path):
+    torch_model, flax_model = pairs.picture_pair(**faults)
+    path = parity.record(flax_model, *pairs.picture(), path=tmp_path / "b.safetensors", gradients=False)
+    report = parity.replay(path, torch_model, levels=["structure", "identical"])
+    assert report.passed is not bool(faults)
+    if faults:
+        assert [one.path for one in report.diagnosis.isolation.faults] == wrong
+        assert [one.hypothesis for one in report.diagnosis.causes] == cause
+
+
 def test_linen_is_recorded_and_replayed(models, recorded, tmp_path):
     right, wrong = pairs.linen_model(models[0]), pairs.linen_model(models[0], epsilon=1e-6)
     levels = ["weights", "structure", "identical"]
