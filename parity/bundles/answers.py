@@ -16,7 +16,7 @@ from parity.weights.leaf import digest
 # Functions of a room that compute: their answers are kept. `capture` follows from `observe`.
 ASKED = ("evaluate", "observe", "raises", "output_dtypes", "lookups", "observe_backward")
 # What watches a run, and what it knows afterwards.
-WATCHERS = {"Prover": ("scores", "unsaturated"), "Kinks": ("near", "exact", "ties")}
+WATCHERS = {"Prover": ("scores", "unsaturated"), "Kinks": ("near", "exact", "ties", "bounds")}
 
 
 class Digests:
@@ -95,6 +95,8 @@ class Recording:
 
         def ask(model: Any, call: Call, *rest: Any, watch: Callable[..., Any] | None = None, **options: Any) -> Any:
             watchers: list[Any] = []
+            # What is kept goes into the file, and is put aside nowhere else.
+            options.pop("keep", None)
 
             def noted(names: dict[int, str]) -> Any:
                 assert watch is not None

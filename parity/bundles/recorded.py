@@ -191,8 +191,8 @@ class Recorded(Tree):
         found: Evaluation = self.answered("evaluate", call, (), options, watch)
         return found
 
-    def observe(self, value: Any, call: Call, **options: Any) -> list[ModuleCall]:
-        """The calls of all modules."""
+    def observe(self, value: Any, call: Call, *, keep: Any = None, **options: Any) -> list[ModuleCall]:
+        """The calls of all modules; `keep` puts nothing aside that lies in the file already."""
         return list(self.answered("observe", call, (), options))
 
     def capture(self, value: Any, call: Call, *, keep: Any = None, **options: Any) -> tuple[Evaluation, list[Captured]]:
@@ -224,6 +224,10 @@ class Recorded(Tree):
     def lookups(self, value: Any, call: Call) -> Any:
         """The tables that it looks ids up in."""
         return self.answered("lookups", call, (), {})
+
+    def random_state(self) -> bytes:
+        """The same each time: nothing is drawn."""
+        return b""
 
     def draws(self, value: Any) -> bool:
         """Whether it may draw random numbers: a model that did was not recorded."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from evidence_pairs import altered, attention, attention_inputs, one_ulp
+from flax import nnx
 
 import parity
 
@@ -245,3 +246,16 @@ def test_the_recorded_parameters_can_be_transferred(side, models, recorded):
     assert parity.replay(recorded[side], found.value, levels=["weights"]).passed
     with pytest.raises(parity.InputError, match="holds digests of parameters"):
         parity.transfer(recorded[f"{side} digests"], target)
+
+
+def test_a_proof_that_the_recorded_flax_model_cannot_run_is_left_out_and_told(tmp_path):
+    ours, theirs = torch.nn.Linear(6, 5).eval(), nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+    parity.transfer(ours, theirs)
+    x = np.random.default_rng(0).standard_normal((3, 4, 6), dtype=np.float32)
+    path = parity.record(theirs, x, path=tmp_path / "linear.safetensors")
+    report = parity.replay(path, ours)
+    assert report.passed and report.verdict == "same"
+    assert "wiring" not in pairs.statuses(report)
+    assert "wiring is left out: the recorded Flax model would have to run on the numbers of torch's proof" in str(report)
+    asked = parity.replay(path, ours, levels=["wiring", "identical"])
+    assert not asked.passed and asked.level("wiring").status == "not run"
