@@ -4,6 +4,7 @@ A module that calls other modules gets torch's answers from them: what it comput
 children is seen whether they are right or wrong, and so is what it gives them.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -421,9 +422,14 @@ class Calls(Mapping[tuple[str, int], ModuleCall]):
     def __init__(self, aside: list[ModuleCall]):
         self.aside = aside
         self.by_key = {c.key: c for c in aside}
+        # A call is one object as long as anyone holds it.
+        self.in_memory = weakref.WeakValueDictionary[tuple[str, int], ModuleCall]()
 
     def __getitem__(self, key: tuple[str, int]) -> ModuleCall:
-        return self.by_key[key].taken()
+        found = self.in_memory.get(key)
+        if found is None:
+            self.in_memory[key] = found = self.by_key[key].taken()
+        return found
 
     def __contains__(self, key: object) -> bool:
         return key in self.by_key

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from parity.evidence.calls import ModuleCall, same
+from parity.evidence.shelf import taken
 from parity.evidence.subject import Subject
 from parity.weights.leaf import Layer
 from parity.weights.paths import split
@@ -69,7 +70,7 @@ def partners(
 def looked_into(calls: list[ModuleCall], paths: list[str]) -> list[str]:
     """Those of some modules that compute something in a call; in what hands on what it is given there is nothing to see."""
     wanted = set(paths)
-    computing = {c.path for c in calls if c.path in wanted and not (c.args and same(c.args[0], c.output))}
+    computing = {c.path for c in calls if c.path in wanted and not (c.args and same(taken(c.args[0]), taken(c.output)))}
     return [path for path in paths if path in computing]
 
 

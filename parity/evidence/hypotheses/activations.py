@@ -113,6 +113,8 @@ def activation(suspect: Suspect) -> Iterator[Variant]:
         kinds["softsign"] = ops
     for mine, ops in kinds.items():
         for where, chosen in groups(ops):
+            # Other numbers first: with none of them a function may be another one by name alone.
+            yield from numbers(suspect, chosen, where)
             for other in FUNCTIONS:
                 if other != mine:
                     said = "leaves the function out" if other == "identity" else f"computes {other}"
@@ -123,13 +125,13 @@ def activation(suspect: Suspect) -> Iterator[Variant]:
                     )
             if mine == "leaky relu":
                 yield from slopes(suspect, chosen, where)
-            yield from numbers(suspect, chosen, mine, where)
     yield from of_the_argument(suspect)
 
 
-def numbers(suspect: Suspect, chosen: list[Operation], mine: str, where: str) -> Iterator[Variant]:
+def numbers(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
     """The same function with other numbers: another alpha, beta, threshold or bound."""
-    for index, name, default, usual in NUMBERS.get(chosen[0].name.rstrip("_"), ()):
+    operation = chosen[0].name.rstrip("_")
+    for index, name, default, usual in NUMBERS.get(operation, ()):
         given = chosen[0].args[index] if len(chosen[0].args) > index else default
         if not isinstance(given, int | float):
             continue
@@ -146,7 +148,7 @@ def numbers(suspect: Suspect, chosen: list[Operation], mine: str, where: str) ->
                 f"leaves out the {name} of {given:g}" if number == 1e9 else f"has {name}={number:g} where torch has {given:g}"
             )
             yield Variant(
-                f"Flax's {mine} {said}{where}",
+                f"Flax's {ACTIVATIONS.get(operation, operation)} {said}{where}",
                 f"pass {name}={given:g}, or write the formula out",
                 lambda n=number, v=values: v(n),
             )

@@ -192,11 +192,6 @@ def ways_of(shape: tuple[int, ...], scores: tuple[int, ...] = ()) -> list[tuple[
     if len(shape) > 1 and shape[-2] > 1:
         ways += [("shifted up", "the mask is shifted by one query", "line it up with the queries")]
         ways += [("shifted down", "the mask is shifted by one query", "line it up with the queries")]
-        ways += [
-            (f"{does} one more {end}", f"the mask {does} one key more {end}", "let it end where torch's does")
-            for does in ("shows", "hides")
-            for end in ("before", "behind", "at both ends")
-        ]
         if shape[-1] == shape[-2]:
             ways += [("transposed", "the mask has queries and keys exchanged", "mask[query, key]")]
     if shape[-2:-1] == (1,) and shape[-1] > 1 and scores[-2:] == (shape[-1],) * 2:
@@ -230,6 +225,12 @@ def other_masks(suspect: Suspect, chosen: list[Operation], where: str) -> Iterat
                 f"the causal mask is {told_diagonal(steps, shape)}{where}",
                 "line the diagonal up as torch does: jnp.tril(..., k=...)",
                 hiding(suspect, chosen, "mask", way="causal", at=place, steps=steps),
+            )
+        for does, end in itertools.product(("shows", "hides"), ("before", "behind", "at both ends")):
+            yield Variant(
+                f"the mask {does} one key more {end}{where}",
+                "let it end where torch's does",
+                hiding(suspect, chosen, "mask", way=f"{does} one more {end}", at=place),
             )
     if name in (*FILLING, "add"):
         yield Variant(f"the mask is not used{where}", "pass the mask on", hiding(suspect, chosen, "left out"))

@@ -59,5 +59,5 @@ def answered_by(suspect: Suspect, a: ModuleCall, b: ModuleCall, given: np.ndarra
     """The module's values if one layer answers, from what it is given, where another does."""
     with suspect.subject.torch.pinned():
         run = suspect.subject.torch.alone(suspect.subject.torch_model, b.path, (given,), {}, dtype=suspect.isolator.dtype)
-    answers = [run.outputs[""] if one is a else one.output for one in children(suspect) if one.path == a.path]
+    answers = [run.outputs[""] if one.key == a.key else one.output for one in children(suspect) if one.path == a.path]
     return torch_again(suspect.trial, suspect.subject, replies={**suspect.trial.replies, a.path: answers})

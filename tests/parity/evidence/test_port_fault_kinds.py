@@ -214,7 +214,7 @@ CAUSES = {
     "bounds": (lambda x: F.hardtanh(x, -2, 3), lambda x: jnp.clip(x, -2, 2), WIDE, "max_val=2 where torch has 3"),
     "slope of hardsigmoid": (F.hardsigmoid, lambda x: jnp.clip(0.2 * x + 0.5, 0, 1), WIDE, "hard sigmoid of slope 0.2"),
     "logarithm": (F.logsigmoid, jax.nn.sigmoid, WIDE, "computes sigmoid where torch computes log sigmoid"),
-    "soft sign": (F.softsign, jnp.tanh, WIDE, "Flax computes tanh of what it is given"),
+    "soft sign": (F.softsign, jnp.tanh, WIDE, "Flax computes tanh where torch computes softsign"),
     "left out": (lambda x: torch.tanh(x / 9) * 2, lambda x: x / 9 * 2, WIDE, "leaves the function out"),
     "bound added": (
         *(lambda x: F.normalize(x, dim=-1, eps=1e-2), lambda x: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-2)),
