@@ -107,6 +107,7 @@ def magnitude(rng: Generator, dtype: str, largest: float = 1e3) -> float:
 
 
 ATTENDING = {"bert", "gpt", "llama", "torch encoder", "vision transformer", "third document", "second document"}
+ATTENDING |= {"decoder", "transformer", "linen gpt"}
 
 
 def filled(model: torch.nn.Module, rng: Generator, dtype: str, largest: float = 1e3) -> torch.nn.Module:

@@ -461,6 +461,7 @@ def record_command(
     keep: Annotated[str, typer.Option(help="all, summaries or digests")] = "all",
     seed: Annotated[int, typer.Option(help="of cotangents, probes and jitter")] = 0,
     gradients: Annotated[bool, typer.Option("--gradients/--no-gradients", help="whether gradients are recorded")] = True,
+    dropout: Annotated[bool, typer.Option("--dropout", help="record a torch model in train mode, with its masks")] = False,
 ) -> None:
     """Write down what a model of either framework does; only that framework need be installed.
 
@@ -468,6 +469,7 @@ def record_command(
     """
     given = python_name(args, "--args", "arguments")
     options: dict[str, Any] = {"keep": keep, "seed": seed, "gradients": gradients, "path": path}
+    options["dropout"] = "replay" if dropout else None
     made = python_name(model, "MODEL", "model")
     if isinstance(given, dict):
         found = parity.record(made, kwargs=given, **options)

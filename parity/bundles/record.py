@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Recording
+from parity.bundles.dropping import as_facts, drawn_once
 from parity.bundles.encoding import Encoder, setting
 from parity.bundles.file import KEEPS, place_problems, write
+from parity.dropout.masks import DropoutMasks
 from parity.errors import InputError, listed
 from parity.evidence.calls import Evaluation, ModuleCall
+from parity.evidence.compare import replays
 from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, given_sets
 from parity.evidence.ladder import spoiled, torch_outcome
@@ -44,6 +47,7 @@ def record(
     seed: int = 0,
     gradients: bool = True,
     padding_mask: Any = None,
+    dropout: str | None = None,
 ) -> Path:
     """Write down what a model of either framework does, for `parity.replay` and `parity.bundle_diff`.
 
@@ -69,6 +73,9 @@ def record(
         seed: of cotangents, probes and jitter; a replay uses the same.
         gradients: whether gradients are recorded.
         padding_mask: as in `parity.compare`.
+        dropout: None refuses models that drop; `replay` takes a torch model in train mode, and records the masks that it
+            draws for `seed`: a Flax model drops by them in a replay. As in `parity.compare`, the level `wiring`, inputs
+            that do not fit and the diagnosis are left out then.
 
     Returns:
         The path.
@@ -79,11 +86,13 @@ def record(
         MissingFrameworkError: the framework of the model is not installed.
     """
     place = Path(path)
-    room, sets = checked(model, args, kwargs, keep, seed, place)
+    drops = replays(dropout)
+    room, sets = checked(model, args, kwargs, keep, seed, place, drops)
     recording, sides = Recording(room), list[OneSide]()
     for one in sets:
-        side = OneSide(recording, model, one, seed, gradients, padding_mask)
-        (torch_side if room.NAME == "torch" else flax_side)(side, keep)
+        side = OneSide(recording, model, one, seed, gradients, padding_mask, drops)
+        with drawn_once(side.unheard()) if drops else contextlib.nullcontext() as side.masks:
+            (torch_side if room.NAME == "torch" else flax_side)(side, keep)
         sides.append(side)
     encoder = Encoder()
     write(place, facts_of(sides, sets, recording, encoder, keep), encoder.arrays)
@@ -91,7 +100,7 @@ def record(
 
 
 def checked(
-    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, keep: str, seed: int, place: Path
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, keep: str, seed: int, place: Path, drops: bool
 ) -> tuple[ModuleType, list[InputSet]]:
     """The room of a model, and its input sets.
 
@@ -102,6 +111,11 @@ def checked(
     room = owner(model)
     if room is None or not room.is_model(model):
         problems.append(f"model must be a torch.nn.Module, a flax.nnx.Module or a parity.Linen, got {describe(model)}")
+    elif drops and room.NAME != "torch":
+        problems.append(
+            "dropout='replay' records the masks of a torch model, which are replayed in Flax; record the torch model, or "
+            "call model.eval() and leave dropout out"
+        )
     if keep not in KEEPS:
         problems.append(f"keep must be {', '.join(map(repr, KEEPS))}, got {keep!r}")
     if problems:
@@ -120,14 +134,21 @@ class OneSide(Subject):
         seed: of cotangents, probes and jitter.
         gradients: whether runs compute gradients.
         padding_mask: as in `parity.compare`.
+        drops: whether the model may drop.
+
+    Attributes:
+        masks: by which it drops; None if it does not.
 
     Raises:
         InputError: the model cannot be recorded as it stands; all reasons at once.
     """
 
     recorded = frozenset(("torch", "flax"))
+    masks: DropoutMasks | None = None
 
-    def __init__(self, recording: Recording, model: Any, one: InputSet, seed: int, gradients: bool, padding_mask: Any):
+    def __init__(
+        self, recording: Recording, model: Any, one: InputSet, seed: int, gradients: bool, padding_mask: Any, drops: bool
+    ):
         self.torch: Any = recording
         # Whether jax has 64-bit types counts only where the model is jax's.
         self.flax: Any = recording if recording.room.NAME == "flax" else SimpleNamespace(x64_enabled=lambda: True)
@@ -137,7 +158,7 @@ class OneSide(Subject):
         self.padding_mask = plain_masks(padding_mask)
         self.padding = Padding(self.padding_mask)
         self.torch_model = self.flax_model = model if recording.room.NAME == "torch" else recording.with_call(model, self.call)
-        problems = [sentence.partition(", or compare it")[0] for sentence in recording.problems_before_running(model)]
+        problems = [sentence.partition(", or compare it")[0] for sentence in recording.problems_before_running(model, drops)]
         problems += [sentence.replace("the torch model", "the model") for sentence in self.dtype_problems()]
         if problems:
             raise InputError(listed("cannot record", problems))
@@ -165,10 +186,11 @@ def torch_side(side: OneSide, keep: str) -> None:
     check_ids(side)
     quietly(lambda: keep_forwards(side))
     quietly(lambda: side.pinned_dtype("torch"))
-    if not isinstance(side.torch.raises(side.torch_model, side.call), str):
-        for _, call, soft in spoiled(side):
-            torch_outcome(side, call, soft)
-    quietly(lambda: find_probe(side, {}))
+    if side.masks is None:
+        if not isinstance(side.torch.raises(side.torch_model, side.call), str):
+            for _, call, soft in spoiled(side):
+                torch_outcome(side, call, soft)
+        quietly(lambda: find_probe(side, {}))
     quietly(lambda: keep_noise(side))
     if side.gradients:
         quietly(lambda: side.watched_kinks)
@@ -289,6 +311,7 @@ def set_facts(side: OneSide, one: InputSet, encoder: Encoder) -> dict[str, Any]:
         "shows": one.shows,
         "call": encoder.encoded(side.call),
         "padding mask": encoder.encoded(side.padding_mask),
+        "masks": encoder.encoded(as_facts(side.masks)),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Questions
+from parity.bundles.dropping import from_facts, replayed_in_flax
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.errors import InputError, NotRecordedError, listed
@@ -118,7 +119,12 @@ def replayed(
     def climb_one(one: InputSet, first: bool, explain: bool) -> Report:
         subject = Replayed(sides, one, rename, ignored, gradients="gradients" in levels)
         wanted = levels if first else tuple(level for level in levels if level != "weights")
-        report = climb(subject, wanted, modes, strict, diagnose=diagnose and explain, trace=explain)
+        if subject.masks is None:
+            report = climb(subject, wanted, modes, strict, diagnose=diagnose and explain, trace=explain)
+        else:
+            with replayed_in_flax(subject, subject.masks):
+                proved = tuple(level for level in wanted if level != "wiring")
+                report = climb(subject, proved, modes, strict, spoil=False, diagnose=False, trace=explain)
         return replace(report, notes=(*subject.told(report), *report.notes))
 
     sets = sets_of(bundles)
@@ -148,6 +154,8 @@ def told_apart(one: Bundle, other: Bundle) -> list[str]:
             found.append(f"the arguments{place} are not the same; record both on the same ones")
         if asked.spoken(one.value(mine[name]["padding mask"])) != asked.spoken(other.value(theirs[name]["padding mask"])):
             found.append(f"the padding masks{place} are not the same; record both with the same one")
+        if (mine[name]["masks"] is None) != (theirs[name]["masks"] is None):
+            found.append(f"one of them drops{place}, the other does not; replay the one that drops against the model itself")
     return found
 
 
@@ -185,7 +193,7 @@ class Replayed(Subject):
         problems = [
             sentence.partition(", or compare it")[0]
             for name in sorted({"torch", "flax"} - self.recorded)
-            for sentence in getattr(self, name).problems_before_running(getattr(self, f"{name}_model"))
+            for sentence in getattr(self, name).problems_before_running(getattr(self, f"{name}_model"), self.masks is not None)
         ]
         problems += self.dtype_problems()
         if problems:
@@ -202,6 +210,7 @@ class Replayed(Subject):
         told = next(told for told in first.facts["sets"] if told["name"] == one.name)
         self.call = first.value(told["call"])
         self.padding = Padding(first.value(told["padding mask"]))
+        self.masks = from_facts(first.value(told["masks"]))
         self.seed, self.gradients = first.facts["seed"], all(bundle.facts["gradients"] for bundle in bundles)
         self.sampled = any(bundle.facts["keep"] != "all" for bundle in bundles)
         self.pins_checked, self.not_differentiable, self.dropping = False, {}, None

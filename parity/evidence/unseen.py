@@ -97,7 +97,9 @@ def is_denormal(array: np.ndarray) -> np.ndarray:
     if "float" not in str(array.dtype):
         return np.zeros(array.shape, bool)
     smallest = np.asarray(ml_dtypes.finfo(array.dtype).tiny, array.dtype)
-    return (np.abs(array) < smallest) & (array != 0)
+    # Of bfloat16, NumPy warns where there is NaN.
+    with np.errstate(invalid="ignore"):
+        return (np.abs(array) < smallest) & (array != 0)
 
 
 def explained_by_flushing(subject: Subject, path: str, actual: np.ndarray, noise: Noise, oracle: np.ndarray, seen: Any) -> str:
