@@ -22,6 +22,7 @@ from parity.evidence.faults import Diagnosis
 
 Row = dict[str, Any]
 UNLOADED = "weights not loaded"
+FIRST = ("weights", "structure", "wiring", "identical")
 
 
 def measured(model: Model, fault: Fault | None, seed: int) -> Row:
@@ -42,7 +43,7 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
     theirs, mine = model.make(Plan(fault), seed)
     began = time.perf_counter()
     try:
-        report = parity.compare(theirs, mine, *map(torch.from_numpy, args), rename=model.rename, seed=seed)
+        report = compared(theirs, mine, args, model, seed)
     except InputError as error:
         return refusal(model, fault, seed, error) | usual_practice(theirs, mine, args)
     seconds = time.perf_counter() - began
@@ -68,6 +69,16 @@ def measured(model: Model, fault: Fault | None, seed: int) -> Row:
         named, first = judged(row, found, fault, theirs)
         row |= {"exact": named, "cause": first, **usual_practice(theirs, mine, args)}
     return row
+
+
+def compared(theirs: Any, mine: Any, args: Any, model: Model, seed: int) -> parity.Report:
+    """The report: of the levels without native precision and gradients, if one of these fails already; else of all.
+
+    A fault that a cheap level finds needs no dear one, and what is named is the same: that comes from the diagnosis.
+    """
+    given = [torch.from_numpy(one) for one in args]
+    report = parity.compare(theirs, mine, *given, rename=model.rename, seed=seed, levels=FIRST)
+    return parity.compare(theirs, mine, *given, rename=model.rename, seed=seed) if report.passed else report
 
 
 def refusal(model: Model, fault: Fault | None, seed: int, error: InputError) -> Row:

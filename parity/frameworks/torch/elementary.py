@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ FLOAT32_ERRORS = {"tanh": 5.0, "erf": 5.0, "expm1": 6.0, "log1p": 3.5, "sigmoid"
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 TOTALS = (aten.sum.default, aten.sum.dim_IntList)
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 @functools.cache
@@ -57,7 +58,10 @@ class Elementary(Shaken):
     def __init__(self, units: Mapping[str, float], dtype: str, seed: int):
         super().__init__({"float64": units[dtype]}, seed)
         self.unit, self.errors = units[dtype], FLOAT32_ERRORS if dtype == "float32" else {}
-        self.running_sums = TOTALS if dtype in ("bfloat16", "float16") else TOTALS + PRODUCTS
+        # Products of a half precision are added up in float32.
+        half = dtype in ("bfloat16", "float16")
+        self.running_sums = TOTALS if half else TOTALS + PRODUCTS
+        self.convolutions = () if half else CONVOLUTIONS
         self.table = written_out()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +70,8 @@ class Elementary(Shaken):
                 return self.table[func](*args, **(kwargs or {}))
         self.units = {"float64": self.unit * self.errors.get(func.overloadpacket.__name__.strip("_"), 1.0)}
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in self.convolutions:
+            return self.convolved(func, args, result)
         return result.add_(self.running(func, args, kwargs or {})) if func in self.running_sums else result
 
     def running(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -80,7 +86,31 @@ class Elementary(Shaken):
         else:
             given = args[1] if len(args) > 1 and args[1] else range(terms.ndim)
             axes = [axis % terms.ndim for axis in given]
+        return func(self.weighted(terms, axes), *args[1:], **kwargs)
+
+    def weighted(self, terms: Tensor, axes: Sequence[int]) -> Tensor:
+        """Terms of a sum over some axes, each times the sum of the moves of all partial sums that it is in."""
         sizes = [n if axis in axes else 1 for axis, n in enumerate(terms.shape)]
         parts = self.uniform(torch.Size([math.prod(sizes)]), terms.device) * self.unit
-        weights = parts.flip(0).cumsum(0).flip(0).reshape(sizes)
-        return func(terms * weights, *args[1:], **kwargs)
+        return terms * parts.flip(0).cumsum(0).flip(0).reshape(sizes)
+
+    def convolved(self, func: Any, args: Any, result: Any) -> Any:
+        """A convolution, or its gradients, with what rounding every partial sum adds.
+
+        Outputs and the input's gradient add up over channels and the kernel, the kernel's gradient over the batch and all
+        positions: by far the longest of these sums.
+        """
+        if func is CONVOLUTIONS[0]:
+            given, weight, _, *settings = args
+            kernel = [axis for axis in range(weight.ndim) if axis != (1 if settings[3] else 0)]
+            return result.add_(func(given, self.weighted(weight, kernel), None, *settings))
+        above, given, weight, bias, *settings, wanted = args
+        transposed, positions = settings[3], [0, *range(2, given.ndim)]
+        kernel = [axis for axis in range(weight.ndim) if axis != (0 if transposed else 1)]
+        to_input = func(above, given, self.weighted(weight, kernel), bias, *settings, [wanted[0], False, False])
+        # The kernel of a transposed convolution meets each number that is given, that of another each that comes out.
+        parts = (above, self.weighted(given, positions)) if transposed else (self.weighted(above, positions), given)
+        to_weight = func(*parts, weight, bias, *settings, [False, wanted[1], False])
+        to_bias = func(self.weighted(above, positions), given, weight, bias, *settings, [False, False, wanted[2]])
+        moves = (to_input[0], to_weight[1], to_bias[2])
+        return tuple(one if move is None else one.add_(move) for one, move in zip(result, moves, strict=True))

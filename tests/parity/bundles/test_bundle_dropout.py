@@ -68,7 +68,9 @@ def test_both_drop_really(ours, bundle):
     assert report.trace.first_divergence().path == "drop"
 
 
-@pytest.mark.parametrize(("settings", "told"), [(dict(rate=0.3), "p=0.4 in torch, rate=0.3 in Flax"), (dict(before=True), "identical  FAILED")])
+@pytest.mark.parametrize(
+    ("settings", "told"), [(dict(rate=0.3), "p=0.4 in torch, rate=0.3 in Flax"), (dict(before=True), "identical  FAILED")]
+)
 def test_a_model_that_drops_otherwise_is_found(ours, bundle, settings, told):
     report = parity.replay(bundle, ported(ours, **settings))
     assert not report.passed

@@ -71,6 +71,38 @@ def test_sums_are_rounded_as_one_running_sum_but_for_products_in_half_precision(
     assert noise(lambda: ones @ ones.T, "bfloat16") < 1.1
 
 
+def kernel_gradient(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    layer.zero_grad()
+    layer(x).sum().backward()
+    return layer.weight.grad
+
+
+@pytest.mark.parametrize("make", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_gradient_of_a_kernel_is_rounded_as_one_sum_over_batch_and_places(make):
+    layer = make(2, 3, 3, dtype=torch.float64)
+    nn.init.ones_(layer.weight)
+    ones = torch.ones(4, 2, 40, 40, dtype=torch.float64)
+    assert noise(lambda: kernel_gradient(layer, ones), "float32") > 8
+    assert noise(lambda: kernel_gradient(layer, ones), "bfloat16") < 3
+    # The outputs add up 18 products at most.
+    assert 1 < noise(lambda: layer(ones).detach(), "float32") < 8
+    given = ones.clone().requires_grad_()
+
+    def back() -> torch.Tensor:
+        given.grad = None
+        layer(given).sum().backward()
+        return given.grad
+
+    assert 1 < noise(back, "float32") < 10
+
+
+def test_of_a_convolution_without_gradients_of_all_only_those_that_are_wanted_are_rounded():
+    layer = nn.Conv1d(2, 4, 3, groups=2, bias=False, dtype=torch.float64)
+    with Elementary(UNIT, "float32", 0):
+        layer(torch.ones(2, 2, 9, dtype=torch.float64)).sum().backward()
+    assert layer.weight.grad is not None and layer.bias is None
+
+
 # ---------------------------------------------------------------- levels
 
 
