@@ -427,7 +427,10 @@ def check_place(path: Path, overwrite: bool) -> None:
 
 def save_names(path: str, result: parity.Transfer) -> None:
     """Write the names that were paired, and suggestions for others, to be edited."""
-    if not path or not result.draft:
+    if not path:
+        return
+    if not result.draft:
+        print(f"parity: {path} was not written: no name fits one of the other side, and none is near to one", file=sys.stderr)
         return
     try:
         Path(path).write_text(json.dumps(result.draft, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -84,7 +84,8 @@ def compare(
         optimizer: with `steps`; as in `parity.train_both`, and so `loss`.
         loss: with `steps`.
         batches: of the training; they are taken in turn, anew from the first if there are fewer than it takes. None
-            trains on the arguments: the last is the target, if the loss has one.
+            trains on the arguments: the last is the target, if the loss has one. The other levels give the models every
+            argument, so that beside them a loss with a target needs batches.
         recipe: what else happens in a step of training.
 
     Returns:

@@ -120,6 +120,13 @@ def test_a_refused_transfer_saves_the_names_that_fit_and_suggests_others(run, tm
     assert not (tmp_path / "d.msgpack").exists()
 
 
+def test_names_that_nothing_is_known_of_are_not_saved_and_that_is_told(run, tmp_path):
+    torch.save({"zzz": torch.ones(3)}, tmp_path / "c.pt")
+    code, _, err = run("c.pt", "d.msgpack", "--like", "like.msgpack", "--save-rename", "names.json")
+    assert code == 1 and not (tmp_path / "names.json").exists()
+    assert "names.json was not written: no name fits one of the other side, and none is near to one" in err
+
+
 def test_casts_and_ignored_leaves(run, tmp_path):
     code, out, _ = run("a.pt", "b.pt", "--cast", "bfloat16", "--ignore", "norm.*", "--ignore", "*.bias")
     assert code == 0
