@@ -1,4 +1,9 @@
-"""Which hypotheses name a planted fault rightly, written down before any was tried."""
+"""Which hypotheses name a planted fault rightly.
+
+They were written down before any was tried, but for those that came later: where a result named a fault by another
+name for the same change (a factor that is left out as "another value", say), that name was added. The history of this
+file tells which.
+"""
 
 # The first that fits, by a part of the fault's kind.
 CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
