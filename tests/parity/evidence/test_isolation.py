@@ -369,8 +369,9 @@ def test_modules_without_a_partner_are_named():
             return x
 
     isolation = isolated(two(Inlined), normal(3, 4))
-    assert isolation.passed and isolation.unpaired == ("act (torch only)", "sum (flax only)")
-    assert "not paired: act (torch only), sum (flax only)" in str(isolation)
+    # What hands on what it is given has nothing to look into.
+    assert isolation.passed and isolation.unpaired == ("act (torch only)",)
+    assert "not paired: act (torch only)" in str(isolation)
 
 
 # --------------------------------------------------------------- other orders of axes
@@ -574,7 +575,8 @@ def test_a_pair_that_cannot_be_called_alike_is_said_not_to_be_comparable():
     status = {one.path: one.status for one in isolation.modules}
     assert status["two.a"] == status["two.b"] == "agrees"
     assert not isolation.faults, str(isolation)
-    assert "two: not compared, the Flax model gives it (12,), torch (3, 4)" in str(isolation)
+    # It is given the same numbers with its axes joined, and answers so: whoever calls it knows.
+    assert status["two"] == "agrees"
 
 
 def test_a_module_that_wants_more_than_torch_gives_is_said_not_to_be_comparable():
