@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Recording
-from parity.bundles.dropping import as_facts, drawn_once
+from parity.bundles.dropping import as_facts
 from parity.bundles.encoding import Encoder, setting
 from parity.bundles.file import KEEPS, place_problems, write
 from parity.dropout.masks import DropoutMasks
 from parity.errors import InputError, listed
 from parity.evidence.calls import Evaluation, ModuleCall
 from parity.evidence.compare import replays
+from parity.evidence.dropping import drawn_once
 from parity.evidence.ids import check_ids
 from parity.evidence.input_sets import InputSet, given_sets
 from parity.evidence.ladder import spoiled, torch_outcome

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from parity.bundles.answers import Questions
-from parity.bundles.dropping import from_facts, replayed_in_flax
+from parity.bundles.dropping import from_facts
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.errors import InputError, NotRecordedError, listed
 from parity.evidence.compare import checked_levels, checked_modes, climb
+from parity.evidence.dropping import replayed_in_flax
 from parity.evidence.input_sets import InputSet, climbed
 from parity.evidence.notes import Note
 from parity.evidence.numerics import Noise

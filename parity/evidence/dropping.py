@@ -1,9 +1,10 @@
-"""Both models of a comparison in train mode, with the masks that torch drew once."""
+"""Models in train mode, with the masks that torch drew once."""
 
 import contextlib
 from collections.abc import Iterator
 
 from parity import frameworks
+from parity.dropout.masks import DropoutMasks
 from parity.dropout.player import Player
 from parity.errors import DivergenceError
 from parity.evidence.subject import Subject
@@ -11,19 +12,31 @@ from parity.evidence.subject import Subject
 
 @contextlib.contextmanager
 def replayed(subject: Subject) -> Iterator[None]:
-    """Draw torch's masks once, by random numbers of the subject's seed, and run both models with them inside.
+    """Draw torch's masks once, and run both models with them inside."""
+    with drawn_once(subject) as masks, replayed_in_flax(subject, masks):
+        yield
 
-    What does not fit is kept in `subject.dropping`.
-    """
+
+@contextlib.contextmanager
+def drawn_once(subject: Subject) -> Iterator[DropoutMasks]:
+    """Draw a torch model's masks by random numbers of the subject's seed, and run it with them inside."""
     torch = frameworks.load("torch.dropout")
-    flax = frameworks.load(f"{subject.flax.__name__.rpartition('.')[2]}.dropout")
-    mine, theirs = subject.torch_model, subject.flax_model
     with subject.torch.pinned():
-        masks = torch.masks_of(mine, subject.call, subject.seed)
-    again = Player(masks, None, torch.modules_of(mine), "torch", repeats=True)
+        masks = torch.masks_of(subject.torch_model, subject.call, subject.seed)
+    player = Player(masks, None, torch.modules_of(subject.torch_model), "torch", repeats=True)
+    # What moves torch's results by roundings draws numbers of its own, which are no mask.
+    with contextlib.suppress(DivergenceError), torch.replaying(subject.torch_model, player):
+        yield masks
+
+
+@contextlib.contextmanager
+def replayed_in_flax(subject: Subject, masks: DropoutMasks) -> Iterator[None]:
+    """Let the Flax model drop by torch's masks inside. What does not fit is kept in `subject.dropping`."""
+    flax = frameworks.load(f"{subject.flax.__name__.rpartition('.')[2]}.dropout")
     renames = subject.pairing.renames
-    player = Player(masks, None, flax.modules_of(theirs), "flax", rename=lambda path: renames.apply(path)[0], repeats=True)
+    modules = flax.modules_of(subject.flax_model)
+    player = Player(masks, None, modules, "flax", rename=lambda path: renames.apply(path)[0], repeats=True)
     subject.dropping = player.problems
     # What does not fit is for the levels to tell.
-    with contextlib.suppress(DivergenceError), torch.replaying(mine, again), flax.replaying(theirs, player):
+    with contextlib.suppress(DivergenceError), flax.replaying(subject.flax_model, player):
         yield
