@@ -5,13 +5,14 @@ what was recorded in it. Callbacks out of one program would do the same, but on 
 themselves (seen with jax 0.10 from arrays of 2 MiB on).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from parity.evidence.calls import Captured
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.recording import alive
 from parity.frameworks.jax.running import QUICK, platform
@@ -57,6 +58,40 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
 def literal(atom: Any) -> np.ndarray:
     """A number that a program holds, as an array of the dtype that it has there."""
     return np.asarray(atom.val, atom.aval.dtype)
+
+
+class Recorded:
+    """What a function's body records, as arrays that a program can return and the names under which they are told.
+
+    A body may be traced more than once; each time it begins anew, by `clear`.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[tuple[str, int, str | int, Any]] = []
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.order.clear()
+
+    def arrays(self, records: Iterable[tuple[str, int, Mapping[str | int, Any]]]) -> list[Any]:
+        """The arrays of records by path, call and name, in order. Outputs are named by their path, inputs by position."""
+        found: list[Any] = []
+        for path, call, values in records:
+            for name, value in values.items():
+                self.order.append((path, call, name, None if is_array(value) else value))
+                found.append(value if is_array(value) else None)
+        return found
+
+    def captured(self, arrays: Sequence[Any]) -> list[Captured]:
+        """The records with what became of their arrays."""
+        found: dict[tuple[str, int], Captured] = {}
+        for (path, call, name, static), array in zip(self.order, arrays, strict=True):
+            one = found.setdefault((path, call), Captured(path, call, {}))
+            if isinstance(name, int):
+                one.inputs[name] = array
+            else:
+                one.outputs[name] = static if array is None else array
+        return list(found.values())
 
 
 def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:

@@ -12,7 +12,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.pieces import held, in_pieces
+from parity.frameworks.jax.pieces import Recorded, held, in_pieces
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.lifting import lifted_calls
 from parity.frameworks.linen.running import arguments_of, prepare, reseeded, widened
@@ -46,19 +46,14 @@ def capture(
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
-        order: list[tuple[str, int, str | int, Any]] = []
+        recorded = Recorded()
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
-            order.clear()
+            recorded.clear()
             with recording(model) as records:
                 args, kwargs = arguments_of(arguments, values, others)
                 output = program.call(parameters, rest, args, kwargs)
-            arrays = []
-            for path, number, found in [*records, ("", 0, given_and_returned(args, output))]:
-                for name, value in found.items():
-                    order.append((path, number, name, None if is_array(value) else value))
-                    arrays.append(value if is_array(value) else None)
-            return arrays
+            return recorded.arrays([*records, ("", 0, given_and_returned(args, output))])
 
         given = parameters, rest, arguments.values, arguments.others
         try:
@@ -66,14 +61,9 @@ def capture(
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             # A model that decides by values cannot be compiled.
             arrays = [held(leaf, keep) for leaf in body(*given)]
-        captured: dict[tuple[str, int], Captured] = {}
-        for (path, number, name, static), array in zip(order, arrays, strict=True):
-            one = captured.setdefault((path, number), Captured(path, number, {}))
-            if isinstance(name, int):
-                one.inputs[name] = array
-            else:
-                one.outputs[name] = static if array is None else array
-    return Evaluation(dict(captured["", 0].outputs)), list(captured.values())
+        captured = recorded.captured(arrays)
+    whole = {(one.path, one.call): one for one in captured}["", 0]
+    return Evaluation(dict(whole.outputs)), captured
 
 
 def given_and_returned(args: tuple[Any, ...], output: Any) -> dict[str | int, Any]:

@@ -13,7 +13,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.pieces import held, in_pieces
+from parity.frameworks.jax.pieces import Recorded, held, in_pieces
 from parity.frameworks.jax.running import Slot, pinned
 from parity.frameworks.nnx.leaves import walk
 from parity.frameworks.nnx.running import prepare, reseeded
@@ -43,23 +43,17 @@ def capture(
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest = reseeded(rest, reseed) if reseed else rest
-        order: list[tuple[str, int, str | int, Any]] = []
+        recorded = Recorded()
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
-            order.clear()
+            recorded.clear()
             model = follow_dtype(nnx.merge(graphdef, parameters, rest))
             args, kwargs = mapped(
                 lambda _, leaf: {**values, **others}[leaf.path] if isinstance(leaf, Slot) else leaf, arguments.skeleton.tree
             )
             with recording(model) as records:
                 output = model(*args, **kwargs)
-            arrays = []
-            for path, call_number, values_ in records:
-                # Outputs under their path, inputs under their position.
-                for name, value in values_.items():
-                    order.append((path, call_number, name, None if is_array(value) else value))
-                    arrays.append(value if is_array(value) else None)
-            return dict(flatten(output, is_array)), arrays
+            return dict(flatten(output, is_array)), recorded.arrays(records)
 
         given = parameters, rest, arguments.values, arguments.others
         try:
@@ -69,14 +63,7 @@ def capture(
             outputs, arrays = body(*given)
             outputs = {path: held(leaf, keep) for path, leaf in outputs.items()}
             arrays = [held(leaf, keep) for leaf in arrays]
-        captured: dict[tuple[str, int], Captured] = {}
-        for (path, number, name, static), array in zip(order, arrays, strict=True):
-            one = captured.setdefault((path, number), Captured(path, number, {}))
-            if isinstance(name, int):
-                one.inputs[name] = array
-            else:
-                one.outputs[name] = static if array is None else array
-    return Evaluation(outputs), list(captured.values())
+    return Evaluation(outputs), recorded.captured(arrays)
 
 
 @contextlib.contextmanager
