@@ -60,7 +60,7 @@ def literal(atom: Any) -> np.ndarray:
     return np.asarray(atom.val, atom.aval.dtype)
 
 
-class Recorded:
+class Records:
     """What a function's body records, as arrays that a program can return and the names under which they are told.
 
     A body may be traced more than once; each time it begins anew, by `clear`.

@@ -12,7 +12,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.pieces import Recorded, held, in_pieces
+from parity.frameworks.jax.pieces import Records, held, in_pieces
 from parity.frameworks.jax.running import pinned
 from parity.frameworks.linen.lifting import lifted_calls
 from parity.frameworks.linen.running import arguments_of, prepare, reseeded, widened
@@ -46,14 +46,14 @@ def capture(
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
-        recorded = Recorded()
+        kept = Records()
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
-            recorded.clear()
+            kept.clear()
             with recording(model) as records:
                 args, kwargs = arguments_of(arguments, values, others)
                 output = program.call(parameters, rest, args, kwargs)
-            return recorded.arrays([*records, ("", 0, given_and_returned(args, output))])
+            return kept.arrays([*records, ("", 0, given_and_returned(args, output))])
 
         given = parameters, rest, arguments.values, arguments.others
         try:
@@ -61,7 +61,7 @@ def capture(
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             # A model that decides by values cannot be compiled.
             arrays = [held(leaf, keep) for leaf in body(*given)]
-        captured = recorded.captured(arrays)
+        captured = kept.captured(arrays)
     whole = {(one.path, one.call): one for one in captured}["", 0]
     return Evaluation(dict(whole.outputs)), captured
 

@@ -13,7 +13,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.shelf import as_is
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
-from parity.frameworks.jax.pieces import Recorded, held, in_pieces
+from parity.frameworks.jax.pieces import Records, held, in_pieces
 from parity.frameworks.jax.running import Slot, pinned
 from parity.frameworks.nnx.leaves import walk
 from parity.frameworks.nnx.running import prepare, reseeded
@@ -43,17 +43,17 @@ def capture(
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest = reseeded(rest, reseed) if reseed else rest
-        recorded = Recorded()
+        kept = Records()
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
-            recorded.clear()
+            kept.clear()
             model = follow_dtype(nnx.merge(graphdef, parameters, rest))
             args, kwargs = mapped(
                 lambda _, leaf: {**values, **others}[leaf.path] if isinstance(leaf, Slot) else leaf, arguments.skeleton.tree
             )
             with recording(model) as records:
                 output = model(*args, **kwargs)
-            return dict(flatten(output, is_array)), recorded.arrays(records)
+            return dict(flatten(output, is_array)), kept.arrays(records)
 
         given = parameters, rest, arguments.values, arguments.others
         try:
@@ -63,7 +63,7 @@ def capture(
             outputs, arrays = body(*given)
             outputs = {path: held(leaf, keep) for path, leaf in outputs.items()}
             arrays = [held(leaf, keep) for leaf in arrays]
-    return Evaluation(outputs), recorded.captured(arrays)
+    return Evaluation(outputs), kept.captured(arrays)
 
 
 @contextlib.contextmanager
