@@ -14,6 +14,7 @@ HINTS = {
     "dtype-not-refused": "one side takes another dtype, the other refuses it; counts with strict=True alone",
     "integers-on-ties": "whole numbers that hang on a tie, and agree where there is none",
     "gradients-off-ties": "gradients are compared on inputs that are moved off ties",
+    "overflows": "values of torch itself overflow in its dtype, and were compared in float64 only",
     "gradients-in-float64": "gradients were compared in float64 only",
     "zero-gradient": "gradients that are zero in exact arithmetic, so that both sides show rounding alone",
     "more-findings": "findings that are not listed",

@@ -26,6 +26,7 @@ from parity.evidence.numerics import (
     semantics_bound,
     wide,
 )
+from parity.evidence.overflow import left_range, left_range_note, overflows
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
@@ -101,14 +102,19 @@ def by_digest(p: Pair) -> tuple[list[Finding], int]:
 def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> LevelResult:
     """The same tree, shapes, dtypes, NaN and infinity positions, and the same bad inputs refused."""
     expected, actual = subject.torch_native.outputs, subject.flax_native.outputs
-    findings = []
+    findings, told = [], list[str]()
     for path in [*expected, *(p for p in actual if p not in expected)]:
         where = f"output {path}" if path else "output"
         if path not in actual or path not in expected:
             side, other = ("torch", "flax") if path in expected else ("flax", "torch")
             findings.append(Finding(where, f"{side} returns it, {other} does not"))
             continue
-        findings += compare_kind(where, expected[path], actual[path])
+        mine, theirs = expected[path], actual[path]
+        gone = left_range(subject, path, theirs) if isinstance(mine, np.ndarray) and comparable(theirs, mine) else None
+        if gone is not None:
+            told.append(left_range_note(where, gone, str(mine.dtype)))
+            theirs = np.where(gone, mine, theirs).astype(theirs.dtype)
+        findings += compare_kind(where, mine, theirs)
     findings += [Finding("", sentence) for sentence in subject.dropping or ()]
     try:
         bad, notes = bad_inputs(subject, strict) if spoil else ([], [])
@@ -117,7 +123,7 @@ def structure(subject: Subject, *, strict: bool = False, spoil: bool = True) -> 
     findings += bad
     summary = f"{len(expected)} outputs" if not findings else f"{len(findings)} do not agree"
     figures = {"outputs": len(expected)} | ({"trees differ": True} if trees_differ(expected, actual) else {})
-    return verdict("structure", findings, summary, figures, tuple(notes))
+    return verdict("structure", findings, summary, figures, (*told, *notes))
 
 
 def compare_kind(where: str, expected: Any, actual: Any) -> list[Finding]:
@@ -446,9 +452,11 @@ def imprecise(
 ) -> tuple[list[Finding], float]:
     """What is wrong with the precision of one array, and its error over the allowed one."""
     [seen] = subject.padding.parts(path, oracle.shape, [...]) if kind == "outputs" else [...]
-    actual, oracle = actual[seen], oracle[seen]
+    whole, actual, oracle = actual, actual[seen], oracle[seen]
     plain, dtype = getattr(subject.torch_native, kind)[path][seen], subject.dtype
     special = same_specials(actual, plain)
+    gone = left_range(subject, path, whole) if kind == "outputs" and not special.all() else None
+    special = special if gone is None else special | gone[seen]
     if not special.all():
         return [Finding(where, f"NaN or infinity on one side only at {int((~special).sum())} places")], float("inf")
     noise = subject.noise("ensemble", kind, path)
@@ -543,17 +551,6 @@ def gradients(subject: Subject) -> LevelResult:
         return LevelResult("gradients", "not run", f"{what}; gradients of inputs agree", level.figures, notes=tuple(notes))
     figures = {**level.figures, "native_ratio": worst, "kinks": kinks}
     return LevelResult("gradients", level.status, level.summary, figures, level.findings, tuple(notes))
-
-
-def overflows(subject: Subject) -> int:
-    """How many of torch's outputs and gradients are finite in float64 and not in its dtype.
-
-    Which infinities become NaN on the way back is then a matter of the order of products.
-    """
-    native, wide_run = subject.torch_native, subject.torch_wide
-    pairs = [(native.gradients[path], oracle) for path, oracle in wide_run.gradients.items() if path in native.gradients]
-    pairs += [(native.outputs[path], oracle) for path, oracle in floats(wide_run)]
-    return sum(int((np.isfinite(wide(oracle)) & ~np.isfinite(wide(own))).sum()) for own, oracle in pairs)
 
 
 def nearest_first(subject: Subject, triples: list[Any], findings: list[Finding]) -> list[Finding]:

@@ -92,7 +92,10 @@ class Elementary(Shaken):
         """Terms of a sum over some axes, each times the sum of the moves of all partial sums that it is in."""
         sizes = [n if axis in axes else 1 for axis, n in enumerate(terms.shape)]
         parts = self.uniform(torch.Size([math.prod(sizes)]), terms.device) * self.unit
-        return terms * parts.flip(0).cumsum(0).flip(0).reshape(sizes)
+        # Of runs with an odd seed from the last term on, as the gradient of a loop adds up: if that term is the largest,
+        # every partial sum is as large.
+        later = parts.cumsum(0) if self.seed % 2 else parts.flip(0).cumsum(0).flip(0)
+        return terms * later.reshape(sizes)
 
     def convolved(self, func: Any, args: Any, result: Any) -> Any:
         """A convolution, or its gradients, with what rounding every partial sum adds.

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,14 @@ def test_sums_are_rounded_as_one_running_sum_but_for_products_in_half_precision(
     assert noise(lambda: ones.sum(1), "bfloat16") > 8
     assert noise(lambda: ones @ ones.T, "float32") > 8
     assert noise(lambda: ones @ ones.T, "bfloat16") < 1.1
+
+
+def test_a_sum_that_ends_with_its_largest_term_is_rounded_from_there_too():
+    terms = torch.full((2048,), 1e-3, dtype=torch.float64)
+    terms[-1] = 1e4
+    # As it stands only the last addition is as large as the sum; as a loop adds up its gradients every one is.
+    assert noise(lambda: terms.sum(), "float32") > 8
+    assert noise(lambda: terms.flip(0).sum(), "float32") > 8
 
 
 def kernel_gradient(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +193,57 @@ def test_gradients_that_overflow_in_torch_are_compared_in_float64_and_it_is_said
 def test_what_only_flax_overflows_is_found():
     report = parity.compare(TorchCube(), FlaxCube(wrong=True), np.full((2, 3, 4), 1e3, np.float32), levels=["native"])
     assert not report.passed
+
+
+class TorchDifference(nn.Module):
+    """A difference of powers: in float32 it is infinity less infinity before the values themselves are out of range."""
+
+    def forward(self, x):
+        return (x * x - x * x * 0.5) * 1e-2
+
+
+class FlaxDifference(nnx.Module):
+    def __init__(self, wrong: str = ""):
+        self.wrong = wrong
+
+    def __call__(self, x):
+        y = x * x * 0.5 * 1e-2
+        if self.wrong == "not a number":
+            return jnp.where(x > 2, jnp.nan, y)
+        return y * (2.0 if self.wrong else 1.0)
+
+
+def test_what_overflows_in_torch_itself_is_compared_in_float64_alone_and_it_is_said():
+    x = np.full((2, 3, 4), 3e19, np.float32)
+    x[0, 0] = 1.5
+    report = parity.compare(TorchDifference(), FlaxDifference(), x, levels=["structure", "identical", "native"])
+    assert report.passed, report
+    assert any("20 values overflow float32 in torch itself" in note for note in report.level("structure").notes)
+    # In float64, where nothing overflows, and at values that do not overflow, faults are seen as ever.
+    wrong = parity.compare(TorchDifference(), FlaxDifference("twice"), x, levels=["identical", "native"], diagnose=False)
+    assert [level.status for level in wrong.levels] == ["failed", "failed"]
+
+
+def test_what_is_no_number_in_torch_at_moderate_values_is_compared():
+    x = np.full((2, 3, 4), 1.5, np.float32)
+    x[1, 1, 1] = 3.0
+    report = parity.compare(TorchDifference(), FlaxDifference("not a number"), x, levels=["structure"], diagnose=False)
+    assert "NaN or infinity at 1 places on one side only" in str(report)
+    other = parity.compare(TorchHalves(), FlaxHalves(), x, levels=["structure"], diagnose=False)
+    assert "NaN or infinity at 1 places on one side only" in str(other)
+
+
+class TorchHalves(nn.Module):
+    """Not a number in float32 at 3, where float64 has one: nothing of what it returns is large."""
+
+    def forward(self, x):
+        huge = (x - 2).relu() * 1e38
+        return x + (huge * 1e4 - huge * 1e4).nan_to_num(torch.nan, posinf=torch.nan)
+
+
+class FlaxHalves(nnx.Module):
+    def __call__(self, x):
+        return x
 
 
 def test_a_norm_without_parameters_takes_any_width_and_that_counts_only_if_strict():
