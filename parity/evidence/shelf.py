@@ -26,13 +26,13 @@ class Shelf:
         self.file: BinaryIO | None = None
 
     def put(self, array: np.ndarray) -> "Shelved":
-        """An array put aside; nobody may write into it afterwards."""
+        """An array put aside, as it is now: who gave it may write into it afterwards."""
         if self.held + array.nbytes > ROOM:
             start = self.write(np.ascontiguousarray(array))
             if start is not None:
                 return Shelved(self, array.shape, array.dtype, start)
         self.held += array.nbytes
-        return Shelved(self, array.shape, array.dtype, array=array)
+        return Shelved(self, array.shape, array.dtype, array=np.array(array))
 
     def write(self, array: np.ndarray) -> int | None:
         """Append an array to the file; returns where it begins, or None if it cannot be written."""
@@ -81,9 +81,9 @@ class Shelved:
         return array
 
 
-def as_is(array: np.ndarray) -> Any:
-    """What is recorded stays in memory."""
-    return array
+def copied(array: np.ndarray) -> Any:
+    """What is recorded stays in memory, as it is now."""
+    return np.array(array)
 
 
 def taken(leaf: Any) -> Any:

@@ -53,7 +53,7 @@ def observed(
         known = in_pieces(body, given, keep)
     except Exception:
         # A model that decides by values cannot be compiled.
-        known = [keep(np.array(array)) for array in body(*given)]
+        known = [keep(np.asarray(array)) for array in body(*given)]
     return [filled(one, known) for one in records]
 
 

@@ -27,7 +27,8 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
     Args:
         body: any function that jax can trace.
         given: its arguments.
-        keep: gets each result in NumPy; one that is returned several times once.
+        keep: gets each result in NumPy, in jax's memory where it can be read there: what it keeps of it it copies. One that
+            is returned several times it gets once.
 
     Returns:
         What `keep` made of them, in the tree that `body` returns.
@@ -36,7 +37,7 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
     jaxpr = traced.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.consts, *jax.tree.leaves(tuple(given))), strict=True))
     wanted = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    kept = {atom: keep(np.array(values[atom])) for atom in wanted if atom in values}
+    kept = {atom: keep(np.asarray(values[atom])) for atom in wanted if atom in values}
     # What has effects may write where nobody sees it from here.
     pieces = [list(jaxpr.eqns)] if jaxpr.effects else cut(alive(jaxpr), wanted)
     for number, piece in enumerate(pieces):
@@ -47,7 +48,7 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
         for atom in made:
             result = results.pop(0)
             if atom in wanted:
-                kept[atom] = keep(np.array(result))
+                kept[atom] = keep(np.asarray(result))
             if atom in later:
                 values[atom] = result
     returned: list[Any] = list(jaxpr.outvars)
@@ -96,7 +97,7 @@ class Records:
 
 def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
     """What stands for a result of a function that ran by itself; what is no array is itself."""
-    return keep(np.array(leaf)) if is_array(leaf) else leaf
+    return keep(np.asarray(leaf)) if is_array(leaf) else leaf
 
 
 def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:

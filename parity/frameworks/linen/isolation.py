@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from parity.evidence.calls import Alone, Call, Evaluation, ModuleCall
-from parity.evidence.shelf import as_is
+from parity.evidence.shelf import copied
 from parity.evidence.trial import NotComparableError
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
@@ -53,7 +53,7 @@ def watched(program: Any, structure: Structure) -> WatchedModule:
 
 
 def observe(
-    model: Linen, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+    model: Linen, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = copied
 ) -> list[ModuleCall]:
     """Run a model once and record every call of every submodule, in the order in which they finish.
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from parity.evidence.calls import Call, Captured, Evaluation
-from parity.evidence.shelf import as_is
+from parity.evidence.shelf import copied
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.pieces import Records, held, in_pieces
@@ -26,7 +26,7 @@ def capture(
     *,
     dtype: str | None = None,
     reseed: int = 0,
-    keep: Callable[[np.ndarray], Any] = as_is,
+    keep: Callable[[np.ndarray], Any] = copied,
 ) -> tuple[Evaluation, list[Captured]]:
     """Run a model once, compiled, and record every submodule's output, in the order in which they finish.
 

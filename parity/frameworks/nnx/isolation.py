@@ -12,7 +12,7 @@ from flax import nnx
 from jax.extend.core import get_opaque_trace_state
 
 from parity.evidence.calls import Alone, Call, Evaluation, ModuleCall
-from parity.evidence.shelf import as_is
+from parity.evidence.shelf import copied
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
@@ -34,7 +34,9 @@ class WatchedGraph:
             return model(*args, **kwargs)
 
 
-def observe(model: Any, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is) -> list[ModuleCall]:
+def observe(
+    model: Any, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = copied
+) -> list[ModuleCall]:
     """Run a model once and record every call of every submodule, in the order in which they finish.
 
     What runs inside a transformation of jax (a scanned cell) has no value outside of it and is left out.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.dropout.keys import Keyed
 from parity.dropout.masks import DropoutMasks
@@ -19,6 +18,7 @@ from parity.dropout.player import Player
 from parity.errors import InputError, listed
 from parity.evidence.calls import Call
 from parity.frameworks.torch.leaves import kinds
+from parity.frameworks.torch.modes import Mode
 from parity.frameworks.torch.running import evaluate
 from parity.weights.wrappers import PRIVATE
 
@@ -127,7 +127,7 @@ class Functions(TorchFunctionMode):
 Draw = Callable[[str, float, Tensor], Tensor | None]
 
 
-class Drawing(TorchDispatchMode):
+class Drawing(Mode):
     """Sends every Bernoulli mask that torch draws through `draw`.
 
     Args:

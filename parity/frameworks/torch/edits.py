@@ -9,16 +9,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Operation, fingerprint
 from parity.frameworks.torch.leaves import dtype_name, to_numpy, torch_dtype
+from parity.frameworks.torch.modes import Mode
 
 # An operation with its arguments, to be run with others; what it returns takes the operation's place.
 Edit = Callable[..., Any]
 
 
-class Listed(TorchDispatchMode):
+class Listed(Mode):
     """Put every operation of a module's own code on the record.
 
     Attributes:
@@ -86,7 +86,7 @@ def maskish(tensor: Tensor) -> bool:
     return bool(hidden.any() and (hidden | (tensor == 0)).all())
 
 
-class Edited(TorchDispatchMode):
+class Edited(Mode):
     """Run some operations of a module's own code otherwise.
 
     Args:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.numerics import significant_bits
+from parity.frameworks.torch.modes import Mode
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ class Origin:
     tainted: bool = False
 
 
-class Prover(TorchDispatchMode):
+class Prover(Mode):
     """Watch a float64 run.
 
     Attributes:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Call
 from parity.frameworks.torch.leaves import to_numpy
+from parity.frameworks.torch.modes import Mode
 from parity.frameworks.torch.running import evaluate, pinned
 
 # Operations that take rows of their first argument, and where the numbers of the rows stand.
@@ -35,7 +35,7 @@ class TooFewRowsError(Exception):
     """A look-up of a row that the table has not; raised before torch does it, which on a GPU ends the process."""
 
 
-class Lookups(TorchDispatchMode):
+class Lookups(Mode):
     """Note every look-up, and stop at one that fails.
 
     Attributes:

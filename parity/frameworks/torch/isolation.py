@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.calls import Alone, Call, ModuleCall, Operation
 from parity.evidence.faults import SourceLine
-from parity.evidence.shelf import as_is
+from parity.evidence.shelf import copied
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.source_lines import caller
@@ -25,7 +25,7 @@ Replies = Mapping[str, list[Any]]
 
 
 def observe(
-    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = copied
 ) -> list[ModuleCall]:
     """Run a model and record every call of every submodule, in the order in which they finish.
 
@@ -37,7 +37,7 @@ def observe(
     """
     copies = Copies(keep)
 
-    def copied(tree: Any) -> Any:
+    def recorded(tree: Any) -> Any:
         return mapped(lambda _, leaf: copies.of(leaf), tree)
 
     records: list[ModuleCall] = []
@@ -51,7 +51,7 @@ def observe(
             counts[path] = counts.get(path, 0) + 1
             open_calls.append((path, counts[path] - 1))
             # Before it runs: a module may write into what it is given.
-            started.append((copied(args), copied(kwargs), caller()))
+            started.append((recorded(args), recorded(kwargs), caller()))
 
         return hook
 
@@ -59,7 +59,7 @@ def observe(
         path, number = open_calls.pop()
         given, named, line = started.pop()
         inside = open_calls[-1] if open_calls else None
-        records.append(ModuleCall(path, number, given, named, copied(output), inside, line))
+        records.append(ModuleCall(path, number, given, named, recorded(output), inside, line))
 
     try:
         for path, module in model.named_modules():

@@ -1,5 +1,7 @@
 """Dispatch modes that watch or change what a torch model computes."""
 
+import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +12,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity.frameworks.torch.leaves import dtype_name, torch_dtype
 
 
-class Widened(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A dispatch mode that torch.compile leaves alone, without reading torch's compiler for it where nobody compiles.
+
+    Torch wraps every mode so that it is not compiled itself, and reads its whole compiler at the first operation under it:
+    two seconds of each process (torch 2.13).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What torch asks whether it shall wrap; an older one does not ask, and wraps by no other way.
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):
+            setattr(cls, "__torch_dispatch__", uncompiled(vars(cls)["__torch_dispatch__"]))  # noqa: B010
+
+
+def uncompiled(method: Any) -> Any:
+    """The method, hidden from torch's compiler as soon as that is there."""
+    hidden = functools.cache(lambda: torch.compiler.disable(method))
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (hidden() if "torch._dynamo" in sys.modules else method)(*args, **kwargs)
+
+    return called
+
+
+class Widened(Mode):
     """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
 
     Where the model is deployed such a cast does nothing. A cast to a narrower dtype rounds there
@@ -32,7 +63,7 @@ class Widened(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Kinks(TorchDispatchMode):
+class Kinks(Mode):
     """Count values that lie so close to a kink or to another that ties for a maximum that rounding decides.
 
     There two correct implementations may differ by a whole gradient.
@@ -118,7 +149,7 @@ def window_gaps(x: Tensor, func: Any, args: Any, kwargs: Mapping[str, Any]) -> T
     return distance[distance.isfinite()]
 
 
-class Shaken(TorchDispatchMode):
+class Shaken(Mode):
     """Move every computed value, forward and backward, by at most half an ulp of its dtype.
 
     Two correct implementations differ in how intermediate results are rounded; this shows how

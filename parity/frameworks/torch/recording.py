@@ -5,12 +5,12 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.evidence.fingerprints import fingerprint, same
 from parity.evidence.tape import Step, Tape
 from parity.frameworks.source_lines import innermost, of_python
 from parity.frameworks.torch.leaves import to_numpy
+from parity.frameworks.torch.modes import Mode
 
 # They make tensors of nothing but numbers, or hand one on; what they are given tells nothing of their result.
 SILENT: tuple[str, ...] = (
@@ -26,7 +26,7 @@ SILENT: tuple[str, ...] = (
 SILENT += ("new_empty", "new_empty_strided")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Put operations on a tape, with a fingerprint in place of every tensor.
 
     Attributes:

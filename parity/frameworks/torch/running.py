@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.errors import first_line
 from parity.evidence.calls import Abstract, Call, Captured, Evaluation
-from parity.evidence.shelf import as_is
+from parity.evidence.shelf import copied
 from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.torch.keeping import as_it_was, written
@@ -311,7 +311,8 @@ class Copies:
     """Copies of tensors in NumPy; a tensor that is seen again is copied again only if it was written into.
 
     Args:
-        keep: gets each copy; what it returns stands for the tensor.
+        keep: gets each tensor's values, in its memory where they can be read there: what it keeps of them it copies. What
+            it returns stands for the tensor.
     """
 
     def __init__(self, keep: Callable[[np.ndarray], Any]):
@@ -324,16 +325,16 @@ class Copies:
             return value
         if value.is_inference():
             # Nobody counts what is written into those.
-            return self.keep(plain(value))
+            return self.keep(to_numpy(value))
         there, version, kept = self.known.get(id(value), (None, 0, None))
         if there is None or there() is not value or version != value._version:
-            kept = self.keep(plain(value))
+            kept = self.keep(to_numpy(value))
             self.known[id(value)] = weakref.ref(value), value._version, kept
         return kept
 
 
 def capture(
-    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = as_is
+    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = copied
 ) -> tuple[Evaluation, list[Captured]]:
     """Run a model and record every submodule's output, in the order in which they finish.
 
