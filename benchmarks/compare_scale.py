@@ -119,7 +119,7 @@ def levels(subject: Any) -> dict[str, Any]:
     results, found = [], {}
     for level in LEVELS:
         result, found[level] = cost(lambda level=level: attempt(level, subject, {}))
-        assert result.status == "passed", result
+        assert result.status in ("passed", "not applicable"), result
         results.append(result)
     _, found["remarks"] = cost(lambda: remarks(subject, results))
     return found

@@ -35,8 +35,8 @@ from parity.evidence.wiring import find_probe
 from parity.frameworks import describe, owner
 from parity.weights.leaf import Layer, Leaf, digest
 
-# Further runs of torch by which its noise is measured; the first of them is the ensemble.
-STAGES = ("ensemble", "shaken", "elementary", "elementary_more")
+# Runs of torch by which its noise is measured.
+STAGES = ("plain", "ensemble", "shaken", "elementary", "elementary_more")
 
 
 def record(

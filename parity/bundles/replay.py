@@ -239,7 +239,15 @@ class Replayed(Subject):
 
     def noise(self, stage: str, kind: str, path: str) -> Noise:
         """As it was measured where torch was recorded."""
-        found: Noise = self.kept("noise", stage, kind, path) if "torch" in self.recorded else super().noise(stage, kind, path)
+        if "torch" not in self.recorded:
+            return super().noise(stage, kind, path)
+        try:
+            found: Noise = self.kept("noise", stage, kind, path)
+        except NotRecordedError:
+            if stage != "plain":
+                raise
+            # A bundle from before this stage: the one after it has the plain run too.
+            found = self.kept("noise", "ensemble", kind, path)
         return found
 
     def wide_noise(self, kind: str, path: str) -> list[float]:
