@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from parity.errors import InputError, first_line, listed
-from parity.evidence.calls import Call, Evaluation
+from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.input_sets import one_call
 from parity.evidence.numerics import UNIT, Noise, alike, finite_scale, jittered, largest_gap, noise_of, wide
 from parity.evidence.padding import Padding
@@ -313,6 +313,22 @@ class Subject:
 
     def torch_jittered(self, number: int, dtype: str | None, *, shake: bool = False) -> Evaluation:
         """Torch on parameters and inputs that are moved by at most half an ulp of the dtype; results too if asked."""
+        call, moved = self.moved(number, dtype, shake=shake)
+        with self.torch.pinned():
+            run = self.torch.evaluate(self.torch_model, call, dtype=dtype, cotangents=self.cotangents, **moved)
+        return self.padding.seen(run)
+
+    def shaken_modules(self, keep: Callable[[np.ndarray], Any]) -> list[list[Captured]]:
+        """What torch's modules return in runs like those of `shaken_wide`; `keep` puts each array aside."""
+        found = []
+        for number in range(JITTERED_RUNS):
+            call, moved = self.moved(number, "float64", shake=True)
+            with self.torch.pinned():
+                found.append(self.torch.capture(self.torch_model, call, dtype="float64", keep=keep, **moved)[1])
+        return found
+
+    def moved(self, number: int, dtype: str | None, *, shake: bool) -> tuple[Call, dict[str, Any]]:
+        """The call and parameters of a jittered run, moved by at most half an ulp, and what shakes its results if asked."""
         rng = np.random.default_rng([self.seed, 4, number])
 
         def move(array: np.ndarray) -> np.ndarray:
@@ -327,11 +343,7 @@ class Subject:
                 weights[leaf.path] = made[leaf.identity]
         call = changed(self.call, lambda _, array: move(array))
         watch = (lambda names: self.torch.Shaken(UNIT, self.seed * 101 + number)) if shake else None
-        with self.torch.pinned():
-            run = self.torch.evaluate(
-                self.torch_model, call, dtype=dtype, weights=weights, cotangents=self.cotangents, watch=watch
-            )
-        return self.padding.seen(run)
+        return call, {"weights": weights, "watch": watch}
 
     @property
     def kinks(self) -> int:

@@ -334,14 +334,22 @@ class Copies:
 
 
 def capture(
-    model: nn.Module, call: Call, *, dtype: str | None = None, keep: Callable[[np.ndarray], Any] = copied
+    model: nn.Module,
+    call: Call,
+    *,
+    dtype: str | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
+    watch: Callable[[dict[int, str]], TorchDispatchMode] | None = None,
+    keep: Callable[[np.ndarray], Any] = copied,
 ) -> tuple[Evaluation, list[Captured]]:
     """Run a model and record every submodule's output, in the order in which they finish.
 
     Args:
         model: left as it is.
         call: the arguments, in NumPy.
-        dtype: as of `evaluate`.
+        dtype: as of `evaluate`, and so `weights` and `watch`.
+        weights: see there.
+        watch: see there.
         keep: gets every array as its module returns; what it returns stands on the record.
     """
     records: list[Captured] = []
@@ -361,7 +369,7 @@ def capture(
     try:
         for path, module in model.named_modules():
             handles.append(module.register_forward_hook(hook(path)))
-        result = evaluate(model, call, dtype=dtype)
+        result = evaluate(model, call, dtype=dtype, weights=weights, watch=watch)
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ from torch import nn
 import parity
 from benchmarks import clean_pairs, clean_trials
 from parity.errors import InputError
-from parity.evidence import ladder
+from parity.evidence import ladder, trace
 from parity.evidence.numerics import UNIT, precision
 from parity.evidence.subject import Subject
 from parity.frameworks.torch import Elementary, Shaken
@@ -421,3 +421,65 @@ def test_the_noise_of_a_saturated_cell_is_explained_and_a_fault_above_it_found(w
     assert ladder.native(subject, modes=("compiled",)).passed is (not wrong)
     if not wrong:
         assert ladder.gradients(subject).passed
+
+
+class TorchMap(nn.Module):
+    """The logistic map, which doubles a rounding at each step: float32 knows nothing of its end, float64 half the digits."""
+
+    def forward(self, x):
+        y = torch.sigmoid(x)
+        for _ in range(34):
+            y = 4 * y * (1 - y)
+        return y
+
+
+class FlaxMap(nnx.Module):
+    """The same, rounded otherwise."""
+
+    def __call__(self, x):
+        y = jax.nn.sigmoid(x)
+        for _ in range(34):
+            y = 4 * y - 4 * y * y
+        return y
+
+
+def looks(monkeypatch) -> list[int]:
+    """How often the second look is taken, counted from here on."""
+    taken, real = [], trace.shaken
+    monkeypatch.setattr(trace, "shaken", lambda *given: taken.append(1) or real(*given))
+    return taken
+
+
+def test_what_float64_itself_does_not_know_is_no_divergence(monkeypatch):
+    taken = looks(monkeypatch)
+    x = np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
+    assert parity.trace(TorchMap(), FlaxMap(), x).first_divergence() is None
+    # The first look alone would have called it one.
+    assert taken
+
+
+@pytest.mark.parametrize("part", [2e-12, 1e-3])
+def test_a_small_difference_is_found_after_the_second_look(monkeypatch, part):
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.layer(x) * (1 + part)
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    taken = looks(monkeypatch)
+    theirs, mine = Plain(), Scaled()
+    parity.transfer(theirs, mine)
+    x = np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
+    found = parity.trace(theirs, mine, x).first_divergence()
+    assert found is not None and found.path == ""
+    # What parts by more than little is not looked at twice.
+    assert bool(taken) == (part < 1e-6)
