@@ -546,9 +546,8 @@ def levels_command() -> None:
 @printing()
 def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """The ledger: each layer of torch, its counterpart in Flax, how its arrays lie there, and what must agree."""
-    found = [rule.to_dict() for rule in parity.rules()]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(parity.rules_document(), indent=1))
         return
     console = Screen()
     for rule in parity.rules():
