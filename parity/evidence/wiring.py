@@ -134,8 +134,10 @@ class Search:
 
     def __init__(self, subject: Subject, learnt: dict[Hashable, Any]):
         self.subject, self.learnt = subject, learnt
-        paired = {p.source.array_path for p in subject.pairing.pairs}
-        self.leaves = [leaf for leaf in subject.torch.leaves(subject.torch_model) if leaf.path in paired]
+        paired, found = {p.source.array_path for p in subject.pairing.pairs}, subject.torch.leaves(subject.torch_model)
+        # Of a tied array one name is paired as a rule, and its other places compute with it too.
+        arrays = {leaf.identity for leaf in found if leaf.path in paired}
+        self.leaves = [leaf for leaf in found if leaf.identity in arrays]
         shapes = [(leaf.path, leaf.shape) for leaf in self.leaves] + [(p, a.shape) for p, a in subject.values()]
         self.key = (type(subject.torch_model), *shapes)
         self.few: set[str] = set()
