@@ -16,7 +16,8 @@ import numpy as np
 from parity.bundles.answers import Recording
 from parity.bundles.dropping import as_facts
 from parity.bundles.encoding import Encoder, setting
-from parity.bundles.file import KEEPS, place_problems, write
+from parity.bundles.file import place_problems, write
+from parity.bundles.form import KEEPS
 from parity.dropout.masks import DropoutMasks
 from parity.errors import InputError, listed
 from parity.evidence.calls import Evaluation, ModuleCall
