@@ -76,7 +76,9 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
     """A function under `@parity.pair` gives a test for each of its cases, whatever its name."""
     if not isinstance(collector, pytest.Module):
         return None
-    cases = [case for case in declared.declarations(obj) if case.function.__name__ == name]
+    if name == declared.REGISTER and (gone := declared.lost(vars(collector.obj))):
+        raise collector.CollectError(gone)
+    cases = declared.declarations(name, obj)
     return [PairItem.from_parent(collector, name=case.name, case=case) for case in cases] or None
 
 

@@ -66,7 +66,8 @@ class Bundle:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"{self.path} cannot be used: a part of it has another form than a bundle has "
-                f"({type(error).__name__}: {first_line(error)}); record it anew"
+                f"({type(error).__name__}: {first_line(error)}); record it anew",
+                "file-unreadable",
             ) from error
 
     @property
@@ -86,7 +87,7 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     """
     problems = place_problems(path)
     if problems:
-        raise InputError(listed(f"{path} could not be written", problems))
+        raise InputError(listed(f"{path} could not be written", problems), "file-unwritable")
     text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
     slots = [Slot((name,), array.shape, str(array.dtype)) for name, array in arrays.items()]
     with beside(path) as temporary:
@@ -95,14 +96,30 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 
 def place_problems(path: Path) -> list[str]:
     """Why no bundle can stand at a path."""
-    found = []
+    if path.is_dir():
+        return [f"there is a folder of that name; give another name, such as {path / 'model.safetensors'}"]
+    found, folder = [], path.absolute().parent
     if path.suffix != ".safetensors":
         found.append(f"a bundle is a .safetensors file; name it {path.with_suffix('.safetensors').name}")
-    if path.is_dir():
-        found.append("there is a folder of that name; give another name")
-    if not path.parent.exists() and not path.parent.parent.exists():
+    # The last folder is made if it is missing.
+    if not folder.exists() and not folder.parent.exists():
         found.append(f"there is no folder {path.parent.parent}; make it first")
+    elif folder.exists() and not folder.is_dir():
+        found.append(f"{path.parent} is a file, not a folder; give a bundle another place")
+    elif not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        found.append(f"nothing may be written into {path.parent}; give a bundle another place")
+    if path.exists() and holds_weights(path):
+        found.append(f"{path} is a safetensors file that is no bundle, and is left as it is; give another name")
     return found
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a file holds arrays that nobody recorded."""
+    try:
+        _, metadata = tensors(path)
+    except InputError:
+        return False
+    return FACTS not in metadata and FORM not in metadata
 
 
 def sealed(text: str) -> str:
@@ -120,7 +137,8 @@ def read(given: str | os.PathLike[str]) -> Bundle:
     if FACTS not in metadata and FORM not in metadata:
         raise InputError(
             f"{path} is a safetensors file, but no bundle of parity's: it holds {len(found)} arrays and no recording; "
-            "make one with parity record"
+            "make one with parity record",
+            "no-bundle",
         )
     check_version(path, metadata.get(FORM, ""))
     text = metadata.get(FACTS, "")
@@ -139,7 +157,8 @@ def read(given: str | os.PathLike[str]) -> Bundle:
     ]
     if problems or facts is None:
         more = [f"and {len(problems) - TOLD} more problems"] if len(problems) > TOLD else []
-        raise InputError(listed(f"{path} cannot be used, fetch it again or record it anew", [*problems[:TOLD], *more]))
+        said = listed(f"{path} cannot be used, fetch it again or record it anew", [*problems[:TOLD], *more])
+        raise InputError(said, "file-unreadable")
     return Bundle(path, facts, found)
 
 
@@ -153,15 +172,19 @@ def check_version(path: Path, told: str) -> None:
     if number == VERSION:
         return
     if number is None:
-        raise InputError(f"{path} is a bundle of version {told!r}, which is none; record it anew with parity record")
+        raise InputError(
+            f"{path} is a bundle of version {told!r}, which is none; record it anew with parity record", "file-unreadable"
+        )
     if number > VERSION:
         raise InputError(
             f"{path} is a bundle of version {number}, and this parity knows versions up to {VERSION}; "
-            "update torch-flax-parity here, or record with the version that is installed here"
+            "update torch-flax-parity here, or record with the version that is installed here",
+            "bundle-newer",
         )
     raise InputError(
         f"{path} is a bundle of version {number}, which this parity no longer reads (it reads version {VERSION}); "
-        "record it anew with parity record, where its framework is installed"
+        "record it anew with parity record, where its framework is installed",
+        "bundle-older",
     )
 
 

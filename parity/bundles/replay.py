@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from parity.evidence.result import Report
 from parity.evidence.subject import Subject
 from parity.evidence.wiring import OTHER_PROBE
 from parity.frameworks import describe, owner
+from parity.weights.files import read_rename
 from parity.weights.pairing import pair
 
 OTHER = {"torch": "flax", "flax": "torch"}
@@ -35,7 +37,7 @@ def replay(
     *,
     levels: Iterable[str] | None = None,
     modes: Iterable[str] = ("compiled", "eager"),
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ignore: Iterable[str] = (),
     strict: bool = False,
     diagnose: bool = True,
@@ -52,7 +54,8 @@ def replay(
         levels: as in `parity.compare`; None takes all of them, without `wiring` where that would need the recorded model
             to run once more: one of Flax always, one of torch with `ignore`.
         modes: as in `parity.compare`.
-        rename: as in `parity.compare`: torch's names first, whichever side was recorded.
+        rename: as in `parity.compare`: torch's names first, whichever side was recorded; or the path of a JSON file with
+            such a mapping.
         ignore: as in `parity.compare`.
         strict: as in `parity.compare`.
         diagnose: as in `parity.compare`.
@@ -66,9 +69,10 @@ def replay(
         MissingFrameworkError: the model's framework is not installed.
     """
     ways, chosen = checked_modes(modes), None if levels is None else checked_levels(levels)
+    names = read_rename(Path(rename)) if isinstance(rename, str | os.PathLike) else rename
     side = Recorded(read(path))
     check_model(side.bundle, model)
-    return replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, rename, ignore, strict, diagnose)
+    return replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, names, ignore, strict, diagnose)
 
 
 def without_wiring(report: Report, recorded: Collection[str]) -> Report:
@@ -94,7 +98,8 @@ def check_model(bundle: Bundle, model: Any) -> None:
         kinds = {"torch": "a torch.nn.Module", "flax": "a flax.nnx.Module or a parity.Linen"}
         raise InputError(
             f"{bundle.path} was recorded from {kinds[bundle.side]}; replay it against {kinds[wanted]}, got {describe(model)}"
-            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and wanted != room.NAME else "")
+            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and wanted != room.NAME else ""),
+            "no-model",
         )
 
 
