@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from parity.errors import InputError, ParityError, first_line, raised, users_line
 from parity.evidence.compare import checked_levels, compare
-from parity.frameworks import load
+from parity.frameworks import load, load_both
 from parity.linen import Linen
 from parity.report.html import case_view, save_cases
 from parity.suite import CaseResult, SuiteResult, no_gpu
@@ -308,8 +308,7 @@ def check_file(
     """
     chosen, path = None if levels is None else checked_levels(levels), Path(path)
     known_options(options or {}, "check_file")
-    for room in ("torch", "nnx"):
-        load(room)
+    load_both()
     cases = found_in(path)
     if module:
         names = [case.name for case in cases]

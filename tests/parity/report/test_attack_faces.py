@@ -141,3 +141,74 @@ def test_a_factory_of_another_file_is_found_and_an_imported_pair_is_not_run_twic
     finally:
         sys.modules.pop("their_factory", None)
     assert status == 0 and [case["name"] for case in json.loads(out)["cases"]] == ["mine"]
+
+
+GOLDEN = """
+import torch
+
+class Moody(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        if self.factor is None:
+            raise RuntimeError("no factor")
+        return x * self.factor
+
+x = torch.ones(2, 3)
+options = dict(gradients=False, keep="digests")
+
+def test_two(parity_golden):
+    parity_golden(Moody(FACTOR).eval(), x, **options)
+    parity_golden(Moody(2.0).eval(), x, **options)
+
+def test_raises(parity_golden):
+    parity_golden(Moody(None).eval(), x, **options)
+"""
+
+
+def test_every_golden_comparison_that_fails_is_on_the_page_and_two_of_a_test_have_a_bundle_each(pytester):
+    options = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--parity-report", "run.html")
+    pytester.makepyfile(test_moody=GOLDEN.replace("FACTOR", "1.0"))
+    done = pytester.runpytest_inprocess(*options, "--parity-update-golden")
+    done.assert_outcomes(passed=1, failed=1)
+    # The user's own line, and no frame of a framework or of this package.
+    done.stdout.fnmatch_lines(["*the model raises RuntimeError: no factor (at test_moody.py:*, in forward); mend it*"])
+    assert "functional_call" not in done.stdout.str() and "record.py" not in done.stdout.str()
+    names = sorted(path.name for path in (pytester.path / "golden").iterdir())
+    assert names == ["test_moody-test_two-2.safetensors", "test_moody-test_two.safetensors"]
+    pytester.makepyfile(test_moody=GOLDEN.replace("FACTOR", "1.5"))
+    sys.modules.pop("test_moody", None)
+    pytester.runpytest_inprocess(*options).assert_outcomes(failed=2)
+    page = (pytester.path / "run.html").read_text(encoding="utf-8")
+    assert "0 of 2 cases agree" in page and "output: values differ, 6 of 6" in page and "there is no golden bundle" in page
+
+
+@pytest.mark.parametrize("kind", ["torch", "flax"])
+def test_a_model_that_raises_while_it_is_recorded_is_told_in_one_sentence(tmp_path, kind):
+    import numpy as np
+    import torch
+    from flax import nnx
+
+    model = torch.nn.Linear(4, 3).eval() if kind == "torch" else nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(parity.InputError, match=r"cannot record: the model raises \w+: .*; mend it, or give arguments"):
+        parity.record(model, np.ones((2, 5), np.float32), path=tmp_path / "b.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_frameworks_that_are_missing_are_told_at_once(monkeypatch, tmp_path):
+    import importlib.util
+
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("torch", "flax") else known(name))
+    (tmp_path / "cases.py").write_text(HEAD + PAIR, encoding="utf-8")
+    with pytest.raises(parity.MissingFrameworkError, match=r"torch is not installed; .*; flax is not installed; "):
+        parity.check_file(tmp_path / "cases.py")
+
+
+def test_a_name_that_is_no_valid_text_costs_no_page(tmp_path):
+    from parity.report.html import written
+
+    page = written(tmp_path / "page.html", "<p>\ud800</p>")
+    assert page.read_text(encoding="utf-8") == "<p>\\ud800</p>"
