@@ -173,8 +173,8 @@ def parity_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Compare a model with its golden bundle: `parity_golden(model, *args, path=None, **options)`.
 
     The path is relative to the folder of the test file; without one it is `golden/FILE-TEST.safetensors` there, for a
-    second call in one test `golden/FILE-TEST-2.safetensors`. Options are those of `parity.golden`. With `--parity-update-golden` the bundle is written anew, at once and whole, where the
-    model does something else now.
+    second call in one test `golden/FILE-TEST-2.safetensors`. Options are those of `parity.golden`. With
+    `--parity-update-golden` the bundle is written anew, at once and whole, where the model does something else now.
 
     Returns:
         The report or the difference, where the model does what the bundle says.
