@@ -80,6 +80,7 @@ from parity.weights import layouts as layouts
 from parity.weights.empty import empty as empty
 from parity.weights.ledger import add_rule as add_rule
 from parity.weights.ledger import rules as rules
+from parity.weights.ledger import rules_document as rules_document
 from parity.weights.named_layouts import layout_names as layout_names
 from parity.weights.rules import Alone as Alone
 from parity.weights.rules import LeafRule as LeafRule

@@ -31,6 +31,7 @@ from rich.progress import (
 from rich.table import Table
 
 import parity
+from parity import declared
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 # Failing cases that are shown whole; the rest is in --json.
@@ -93,6 +94,13 @@ def printing() -> Iterator[None]:
             print(f"parity: the result could not be printed: {error.strerror or error}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def aside(as_json: bool) -> Iterator[None]:
+    """Let what code of the user's prints go beside a result that is one JSON document."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
 def show_version(asked: bool) -> None:
     """Print the version and stop."""
     if asked:
@@ -142,7 +150,7 @@ def check_command(
     console = Console(stderr=True)
     if not console.is_terminal and not as_json:
         print("comparing; most of a first run is compilation and takes about a minute", file=sys.stderr, flush=True)
-    with progress_bar(console) as bar:
+    with progress_bar(console) as bar, aside(as_json):
         task = bar.add_task("starting", total=None)
 
         def advance(number: int, total: int, name: str) -> None:
@@ -308,7 +316,8 @@ def compare_command(
         parity.html_ready(html)
     file, _, name = case.partition("::")
     options = given(modes=listed(modes), strict=strict, diagnose=diagnose, diagnose_seconds=diagnose_seconds)
-    result = parity.check_file(file, levels=chosen, module=name or None, device=device, seed=seed, options=options)
+    with aside(as_json):
+        result = parity.check_file(file, levels=chosen, module=name or None, device=device, seed=seed, options=options)
     names = [one.name for one in result.cases]
     if len(names) > 1:
         said = f"{case} means {len(names)} cases; name one: {', '.join(f'{file}::{n}' for n in names)}"
@@ -348,12 +357,14 @@ def transfer_command(
     """
     if save_rename:
         check_place(Path(save_rename), overwrite)
+    with aside(as_json):
+        wanted = named(like)
     with unwinding(), LateBar(shown=not (quiet or as_json)) as bar:
         try:
             result = parity.transfer(
                 source,
                 target,
-                like=named(like),
+                like=wanted,
                 key=key,
                 rename=rename or None,
                 ignore=ignore or (),
@@ -440,7 +451,11 @@ def save_names(path: str, result: parity.Transfer) -> None:
 
 
 def named(like: str, option: str = "--like ", wanted: str = "model") -> Any:
-    """A path as it is; of `module:name` what is found there, called if it is a function or class."""
+    """A path as it is; of `module:name` what is found there, called if it is a function or class.
+
+    Raises:
+        InputError: there is nothing, or it raises.
+    """
     if ":" not in like or Path(like).exists():
         return like or None
     module, _, name = like.partition(":")
@@ -449,9 +464,14 @@ def named(like: str, option: str = "--like ", wanted: str = "model") -> Any:
     try:
         found = operator.attrgetter(name)(importlib.import_module(module))
         return found() if inspect.isroutine(found) or inspect.isclass(found) else found
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise parity.InputError(f"{option}{like} gives no {wanted} ({reason}); name a function without arguments") from error
+    except parity.MissingFrameworkError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Code that ends the process would otherwise end it with the status of an agreement.
+        do = "mend it there" if declared.users_line(error) else "name a function without arguments"
+        do = "install it, or name code that does without" if isinstance(error, ModuleNotFoundError) else do
+        said = f"{option}{like} gives no {wanted} ({declared.raised(error)}); {do}"
+        raise parity.InputError(said, "no-model" if wanted == "model" else "misuse") from error
     finally:
         sys.path.remove(os.getcwd())
 
@@ -486,6 +506,8 @@ def replay_command(
     path: Annotated[str, typer.Argument(metavar="FILE", help="a bundle that parity record wrote")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model of the other framework")],
     levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
+    rename: Annotated[str, typer.Option(help="a JSON file from torch's names to Flax's")] = "",
+    ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'head.*'")] = None,
     html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
 ) -> None:
@@ -493,10 +515,13 @@ def replay_command(
 
     MODEL is Python, found in the current folder, and is run.
     """
-    chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
+    chosen = None if levels is None else listed(levels)
     if html:
         parity.html_ready(html)
-    told(parity.replay(path, python_name(model, "MODEL", "model"), levels=chosen), html, Path(path).stem, as_json)
+    with aside(as_json):
+        made = python_name(model, "MODEL", "model")
+        report = parity.replay(path, made, levels=chosen, rename=rename or None, ignore=ignore or ())
+    told(report, html, Path(path).stem, as_json)
 
 
 @app.command("diff")
@@ -546,9 +571,8 @@ def levels_command() -> None:
 @printing()
 def rules_command(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """The ledger: each layer of torch, its counterpart in Flax, how its arrays lie there, and what must agree."""
-    found = [rule.to_dict() for rule in parity.rules()]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(parity.rules_document(), indent=1))
         return
     console = Screen()
     for rule in parity.rules():

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parity.errors import InputError, ParityError, first_line, raised
+from parity.errors import InputError, ParityError, first_line, raised, users_line
 from parity.evidence.compare import checked_levels, compare
-from parity.frameworks import load
+from parity.frameworks import load, load_both
 from parity.linen import Linen
 from parity.report.html import case_view, save_cases
 from parity.suite import CaseResult, SuiteResult, no_gpu
@@ -22,12 +22,25 @@ from parity.surroundings import environment, versions
 from parity.weights.transfer import transfer
 
 # What the faces of the product need, and users do not.
-__all__ = ["case_view", "checked_levels", "compared", "declarations", "gpu_missing", "run_declared", "save_cases", "versions"]
+__all__ = [
+    "REGISTER",
+    "case_view",
+    "checked_levels",
+    "compared",
+    "declarations",
+    "gpu_missing",
+    "lost",
+    "raised",
+    "run_declared",
+    "save_cases",
+    "users_line",
+    "versions",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Under this name a function carries its declaration.
-MARK = "__parity_pair__"
+# Under this name a function carries its declaration, and under this one a module all functions that were declared in it.
+MARK, REGISTER = "__parity_pair__", "__parity_pairs__"
 # What a declaration may set, besides what the run sets for all pairs.
 OPTIONS = tuple(name for name, p in inspect.signature(compare).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY)
 # What a transfer takes too.
@@ -75,7 +88,7 @@ class Declared:
     """A function that makes a pair, and the arguments with which it is called.
 
     Attributes:
-        name: of the case: the function's, with that of the arguments in brackets.
+        name: of the case: the function's in its module, with that of the arguments in brackets.
         function: returns a `Pair`.
         arguments: keyword arguments for it.
     """
@@ -83,6 +96,11 @@ class Declared:
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
+
+    @property
+    def row(self) -> str:
+        """What the cases of one function are told under."""
+        return self.name.partition("[")[0]
 
 
 def pair(function: Function | None = None, *, each: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
@@ -101,26 +119,48 @@ def pair(function: Function | None = None, *, each: Mapping[str, Mapping[str, An
 
     def marked(target: Function) -> Function:
         setattr(target, MARK, dict(each) if each is not None else {"": {}})
+        getattr(target, "__globals__", {}).setdefault(REGISTER, []).append(target)
         return target
 
     return marked if function is None else marked(function)
 
 
-def declarations(function: Any) -> list[Declared]:
-    """The cases of one function; none if it was not declared."""
+def declarations(name: str, function: Any) -> list[Declared]:
+    """The cases of one function, by its name in a module; none if it was not declared."""
     cases = getattr(function, MARK, None)
     if not isinstance(cases, dict):
         return []
-    return [
-        Declared(function.__name__ + (f"[{name}]" if name else ""), function, arguments) for name, arguments in cases.items()
-    ]
+    return [Declared(name + (f"[{case}]" if case else ""), function, arguments) for case, arguments in cases.items()]
+
+
+def imported(module: str, function: Any) -> bool:
+    """Whether a declared function has a name in another module than this one: there it is found."""
+    home = getattr(function, "__module__", module)
+    return home != module and getattr(sys.modules.get(home), getattr(function, "__name__", ""), None) is function
+
+
+def lost(known: Mapping[str, Any]) -> str:
+    """What a module declares and has under no name, so that it would never be compared; '' if there is nothing."""
+    reached = {id(one) for value in known.values() for one in unwrapped(value)}
+    gone = [target for target in known.get(REGISTER, ()) if id(target) not in reached]
+    if not gone:
+        return ""
+    told = dict.fromkeys(f"{target.__name__} in line {target.__code__.co_firstlineno}" for target in gone)
+    return f"{', '.join(told)} would not be compared: no name of the file holds it, or a later one took it; name each its own"
+
+
+def unwrapped(value: Any) -> Iterator[Any]:
+    """A function, and those that it wraps."""
+    while value is not None:
+        yield value
+        value = getattr(value, "__wrapped__", None) if inspect.isroutine(value) else None
 
 
 def found_in(path: Path) -> list[Declared]:
     """The cases that a file declares, in its order.
 
     Raises:
-        InputError: there is no such file, it raises, or it declares nothing.
+        InputError: there is no such file, it raises, it declares nothing, or something that has no name.
     """
     if not path.is_file():
         raise InputError(f"there is no file {path}; name a Python file with functions under @parity.pair", "file-missing")
@@ -141,9 +181,10 @@ def found_in(path: Path) -> list[Declared]:
             raise InputError(
                 f"{path} raises {type(error).__name__}: {first_line(error)} ({place(error, path)})", "cases-file-raises"
             ) from error
-    found = [
-        case for value in vars(module).values() if getattr(value, "__module__", name) == name for case in declarations(value)
-    ]
+    if gone := lost(vars(module)):
+        raise InputError(f"{path}: {gone}", "cases-file-loses")
+    pairs = {key: value for key, value in vars(module).items() if hasattr(value, MARK) and not imported(name, value)}
+    found = [case for key, value in pairs.items() for case in declarations(key, value)]
     if not found:
         raise InputError(
             f"{path} declares no pair: put @parity.pair above a function that returns a parity.Pair", "cases-file-empty"
@@ -190,7 +231,7 @@ def run_declared(
     start = time.perf_counter()
 
     def result(**found: Any) -> CaseResult:
-        return CaseResult(case.name, case.function.__name__, device, seconds=time.perf_counter() - start, **found)
+        return CaseResult(case.name, case.row, device, seconds=time.perf_counter() - start, **found)
 
     try:
         made = case.function(**case.arguments)
@@ -267,8 +308,7 @@ def check_file(
     """
     chosen, path = None if levels is None else checked_levels(levels), Path(path)
     known_options(options or {}, "check_file")
-    for room in ("torch", "nnx"):
-        load(room)
+    load_both()
     cases = found_in(path)
     if module:
         names = [case.name for case in cases]

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 # Frames of these packages are not the user's.
-INSIDE = frozenset(("torch", "jax", "jaxlib", "flax", "numpy", "parity", "contextlib", "functools", "jaxtyping", "optax"))
+INSIDE = frozenset(
+    ("torch", "jax", "jaxlib", "flax", "numpy", "parity", "contextlib", "functools", "importlib", "jaxtyping", "optax")
+)
 
 
 class ParityError(Exception):

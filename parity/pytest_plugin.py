@@ -3,6 +3,7 @@
 A failing pair reads like the report of the command line; no frame of a framework or of this package is shown.
 """
 
+import itertools
 import json
 import os
 import re
@@ -76,7 +77,9 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
     """A function under `@parity.pair` gives a test for each of its cases, whatever its name."""
     if not isinstance(collector, pytest.Module):
         return None
-    cases = [case for case in declared.declarations(obj) if case.function.__name__ == name]
+    if name == declared.REGISTER and (gone := declared.lost(vars(collector.obj))):
+        raise collector.CollectError(gone)
+    cases = declared.declarations(name, obj)
     return [PairItem.from_parent(collector, name=case.name, case=case) for case in cases] or None
 
 
@@ -150,9 +153,9 @@ def parity_check(request: pytest.FixtureRequest) -> Callable[..., parity.Report]
             seed = config.getoption("--parity-seed")
             report = declared.compared(made, chosen_levels(config), device, seed, given_options(config))
         except parity.ParityError as error:
+            carry(node, error=str(error), code=error.code)
             raise error.with_traceback(None) from None
-        found = getattr(node, CARRIED, [])
-        setattr(node, CARRIED, [*found, report])
+        carry(node, report=report)
         if not report.passed:
             raise parity.DivergenceError(str(report))
         return report
@@ -160,13 +163,18 @@ def parity_check(request: pytest.FixtureRequest) -> Callable[..., parity.Report]
     return check
 
 
+def carry(node: Any, **found: Any) -> None:
+    """Keep for the page what a test compared, or why it could not."""
+    setattr(node, CARRIED, [*getattr(node, CARRIED, []), found])
+
+
 @pytest.fixture
 def parity_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Compare a model with its golden bundle: `parity_golden(model, *args, path=None, **options)`.
 
-    The path is relative to the folder of the test file; without one it is `golden/FILE-TEST.safetensors` there. Options
-    are those of `parity.golden`. With `--parity-update-golden` the bundle is written anew, at once and whole, where the
-    model does something else now.
+    The path is relative to the folder of the test file; without one it is `golden/FILE-TEST.safetensors` there, for a
+    second call in one test `golden/FILE-TEST-2.safetensors`. Options are those of `parity.golden`. With
+    `--parity-update-golden` the bundle is written anew, at once and whole, where the model does something else now.
 
     Returns:
         The report or the difference, where the model does what the bundle says.
@@ -176,22 +184,29 @@ def parity_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
         InputError: it cannot be compared as it stands, or there is no bundle.
     """
     config, node = request.config, request.node
+    calls = itertools.count(1)
 
     def check(model: Any, *args: Any, path: str | os.PathLike[str] | None = None, **options: Any) -> Any:
         __tracebackhide__ = True
         name = re.sub(r"[^\w.-]+", "-", f"{node.path.stem}-{node.name}").strip("-")
-        place = node.path.parent / (path if path is not None else Path("golden") / f"{name}.safetensors")
+        number = next(calls) if path is None else 1
+        own = Path("golden") / f"{name}{f'-{number}' if number > 1 else ''}.safetensors"
+        place = node.path.parent / (path if path is not None else own)
         if chosen_levels(config):
             options["levels"] = chosen_levels(config)
         try:
             found = parity.golden(model, *args, path=place, update=config.getoption("--parity-update-golden"), **options)
         except parity.ParityError as error:
+            carry(node, error=str(error), code=error.code)
             raise error.with_traceback(None) from None
+        again = "" if isinstance(found, parity.Report) else "\n  accept it: pytest --parity-update-golden"
+        told = f"golden bundle {place}\n{found}{again}"
         if isinstance(found, parity.Report):
-            setattr(node, CARRIED, [*getattr(node, CARRIED, []), found])
+            carry(node, report=found)
+        elif not found.passed:
+            carry(node, error=told, code="diverges")
         if not found.passed:
-            again = "" if isinstance(found, parity.Report) else "\n  accept it: pytest --parity-update-golden"
-            raise parity.DivergenceError(f"golden bundle {place}\n{found}{again}")
+            raise parity.DivergenceError(told)
         return found
 
     return check
@@ -206,7 +221,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
         compared = getattr(item, CARRIED, [])
         for number, one in enumerate(compared):
             name = item.nodeid + (f" ({number + 1} of {len(compared)})" if len(compared) > 1 else "")
-            cases.append(parity.CaseResult(name, item.name, item.config.getoption("--parity-device"), one))
+            cases.append(parity.CaseResult(name, item.name, item.config.getoption("--parity-device"), **one))
         setattr(report, CARRIED, [json.dumps(declared.case_view(case)) for case in cases])
     return report
 

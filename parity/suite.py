@@ -35,7 +35,7 @@ from parity.evidence.compare import checked_levels, climb, with_training
 from parity.evidence.numerics import numpy_float
 from parity.evidence.result import LEVELS, TRAINING, Report
 from parity.evidence.subject import Subject
-from parity.frameworks import load
+from parity.frameworks import load, load_both
 from parity.surroundings import Environment, surroundings
 from parity.trained import LAYERS, SENTENCES, SIZES, WIDTH, attention_parameters, hidden_states, why_missing
 from parity.training.level import Plan, planned
@@ -160,7 +160,7 @@ def check(
         raise InputError(f"seed must be at least 0, got {seed}")
     if steps < 0:
         raise InputError(f"steps must be at least 0, got {steps}")
-    torch_room, flax_room = load("torch"), load("nnx")
+    torch_room, flax_room = load_both()
     cases = [*(full_cases if full else default_cases)(seed), *trained_cases(seed)]
     if module:
         cases = [case for case in cases if module.lower() in case.module.lower()]

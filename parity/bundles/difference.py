@@ -18,7 +18,7 @@ from parity.evidence.diff import compare_arrays
 from parity.evidence.input_sets import InputSet
 from parity.evidence.ladder import floats, magnitudes
 from parity.evidence.numerics import PRECISION_RULE, UNIT, finite_scale, largest_gap, semantics_bound, wide
-from parity.evidence.result import LEVELS, ArrayDiff, Diff, Report
+from parity.evidence.result import ArrayDiff, Diff, Report
 from parity.evidence.sampling import at_same_places, shape_of
 from parity.evidence.subject import Subject
 from parity.evidence.trees import flatten
@@ -54,7 +54,7 @@ def bundle_diff(expected: str | os.PathLike[str], actual: str | os.PathLike[str]
     sides: dict[str, Any] = {
         bundle.side: Recorded(bundle) for bundle in sorted((first, second), key=lambda one: one.side, reverse=True)
     }
-    return replayed(sides, LEVELS, ("compiled", "eager"))
+    return replayed(sides, None, ("compiled", "eager"))
 
 
 def leaves(expected: Bundle, actual: Bundle) -> Iterator[ArrayDiff]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.bundles.form import checked_fields
 from parity.errors import InputError
 from parity.evidence.calls import Abstract, Call, Evaluation, ModuleCall
 from parity.evidence.faults import SourceLine
@@ -117,7 +118,9 @@ def decoded(value: Any, arrays: Callable[[str], np.ndarray]) -> Any:
         return {decoded(key, arrays): decoded(part, arrays) for key, part in inner}
     if mark == "data":
         known = {name: decoded(part, arrays) for name, part in inner.items()}
-        return KNOWN[value["kind"]](**known) if value["kind"] in KNOWN else data(value["kind"], tuple(known))(**known)
+        if value["kind"] in KNOWN:
+            return checked_fields(KNOWN[value["kind"]](**known))
+        return data(value["kind"], tuple(known))(**known)
     parts = [decoded(part, arrays) for part in inner]
     if mark == "named":
         return named(value["kind"], tuple(value["names"]))(*parts)

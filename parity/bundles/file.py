@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parity.bundles import form
 from parity.bundles.encoding import MARK, decoded
 from parity.errors import InputError, first_line, listed
 from parity.weights.files import Side, Slot, beside, once
@@ -21,27 +22,6 @@ from parity.weights.safetensors_file import write as write_tensors
 VERSION = 1
 # Names in the metadata of the file.
 FACTS, FORM, SEAL = BUNDLE, f"{BUNDLE} version", f"{BUNDLE} digest"
-# What the facts of every bundle hold, and of which kind each is.
-ENTRIES: dict[str, type] = {
-    "side": str,
-    "room": str,
-    "model": str,
-    "keep": str,
-    "made": str,
-    "seed": int,
-    "gradients": bool,
-    "dtype": str,
-    "x64": bool,
-    "environment": dict,
-    "machine": dict,
-    "pinned": dict,
-    "leaves": list,
-    "layers": list,
-    "sets": list,
-    "answers": dict,
-}
-# What a bundle may keep of its arrays.
-KEEPS = ("all", "summaries", "digests")
 # Problems that are told: of a file that was cut every array is missing.
 TOLD = 20
 
@@ -69,18 +49,25 @@ class Bundle:
         """An array by its digest."""
         return self.tensors[name].read()
 
-    def value(self, told: Any) -> Any:
+    def value(self, told: Any, wanted: Any = Any, made: Callable[[Any], Any] | None = None) -> Any:
         """A part of the facts as it was before it was JSON.
+
+        Args:
+            told: the part.
+            wanted: what it must be, as an annotation says it.
+            made: what makes something else of it.
 
         Raises:
             InputError: it is of no form that this package writes.
         """
         try:
-            return decoded(told, self.array)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            found = form.checked(decoded(told, self.array), wanted)
+            return made(found) if made else found
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"{self.path} cannot be used: a part of it has another form than a bundle has "
-                f"({type(error).__name__}: {first_line(error)}); record it anew"
+                f"({type(error).__name__}: {first_line(error)}); record it anew",
+                "file-unreadable",
             ) from error
 
     @property
@@ -100,7 +87,7 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     """
     problems = place_problems(path)
     if problems:
-        raise InputError(listed(f"{path} could not be written", problems))
+        raise InputError(listed(f"{path} could not be written", problems), "file-unwritable")
     text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
     slots = [Slot((name,), array.shape, str(array.dtype)) for name, array in arrays.items()]
     with beside(path) as temporary:
@@ -109,14 +96,30 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 
 def place_problems(path: Path) -> list[str]:
     """Why no bundle can stand at a path."""
-    found = []
+    if path.is_dir():
+        return [f"there is a folder of that name; give another name, such as {path / 'model.safetensors'}"]
+    found, folder = [], path.absolute().parent
     if path.suffix != ".safetensors":
         found.append(f"a bundle is a .safetensors file; name it {path.with_suffix('.safetensors').name}")
-    if path.is_dir():
-        found.append("there is a folder of that name; give another name")
-    if not path.parent.exists() and not path.parent.parent.exists():
+    # The last folder is made if it is missing.
+    if not folder.exists() and not folder.parent.exists():
         found.append(f"there is no folder {path.parent.parent}; make it first")
+    elif folder.exists() and not folder.is_dir():
+        found.append(f"{path.parent} is a file, not a folder; give a bundle another place")
+    elif not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        found.append(f"nothing may be written into {path.parent}; give a bundle another place")
+    if path.exists() and holds_weights(path):
+        found.append(f"{path} is a safetensors file that is no bundle, and is left as it is; give another name")
     return found
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a file holds arrays that nobody recorded."""
+    try:
+        _, metadata = tensors(path)
+    except InputError:
+        return False
+    return FACTS not in metadata and FORM not in metadata
 
 
 def sealed(text: str) -> str:
@@ -134,7 +137,8 @@ def read(given: str | os.PathLike[str]) -> Bundle:
     if FACTS not in metadata and FORM not in metadata:
         raise InputError(
             f"{path} is a safetensors file, but no bundle of parity's: it holds {len(found)} arrays and no recording; "
-            "make one with parity record"
+            "make one with parity record",
+            "no-bundle",
         )
     check_version(path, metadata.get(FORM, ""))
     text = metadata.get(FACTS, "")
@@ -143,9 +147,9 @@ def read(given: str | os.PathLike[str]) -> Bundle:
         problems.append("its facts are not those that were written: somebody has edited them")
     facts = parsed(text, problems)
     if facts is not None:
-        problems += entry_problems(facts)
+        problems += form.problems(facts)
         if not problems:
-            problems += array_problems(facts, found)
+            problems += [*array_problems(facts, found), *leaf_problems(facts, found)]
     problems += [
         f"array {name} is not what was recorded: it was edited, or damaged on its way"
         for name, leaf in found.items()
@@ -153,7 +157,8 @@ def read(given: str | os.PathLike[str]) -> Bundle:
     ]
     if problems or facts is None:
         more = [f"and {len(problems) - TOLD} more problems"] if len(problems) > TOLD else []
-        raise InputError(listed(f"{path} cannot be used, fetch it again or record it anew", [*problems[:TOLD], *more]))
+        said = listed(f"{path} cannot be used, fetch it again or record it anew", [*problems[:TOLD], *more])
+        raise InputError(said, "file-unreadable")
     return Bundle(path, facts, found)
 
 
@@ -167,15 +172,19 @@ def check_version(path: Path, told: str) -> None:
     if number == VERSION:
         return
     if number is None:
-        raise InputError(f"{path} is a bundle of version {told!r}, which is none; record it anew with parity record")
+        raise InputError(
+            f"{path} is a bundle of version {told!r}, which is none; record it anew with parity record", "file-unreadable"
+        )
     if number > VERSION:
         raise InputError(
             f"{path} is a bundle of version {number}, and this parity knows versions up to {VERSION}; "
-            "update torch-flax-parity here, or record with the version that is installed here"
+            "update torch-flax-parity here, or record with the version that is installed here",
+            "bundle-newer",
         )
     raise InputError(
         f"{path} is a bundle of version {number}, which this parity no longer reads (it reads version {VERSION}); "
-        "record it anew with parity record, where its framework is installed"
+        "record it anew with parity record, where its framework is installed",
+        "bundle-older",
     )
 
 
@@ -192,26 +201,31 @@ def parsed(text: str, problems: list[str]) -> dict[str, Any] | None:
     return facts
 
 
-def entry_problems(facts: Mapping[str, Any]) -> list[str]:
-    """What the facts lack, or hold in another form."""
-    found = []
-    for name, kind in ENTRIES.items():
-        if name not in facts:
-            found.append(f"its facts have no entry {name!r}")
-        elif not isinstance(facts[name], kind) or (kind is int and isinstance(facts[name], bool)):
-            found.append(f"its entry {name!r} is {type(facts[name]).__name__}, not {kind.__name__}")
-    if not found and facts["side"] not in ("torch", "flax"):
-        found.append(f"its side is {facts['side']!r}, not torch or flax")
-    if not found and facts["keep"] not in KEEPS:
-        found.append(f"it keeps {facts['keep']!r}, not {', '.join(KEEPS)}")
-    return found
-
-
 def array_problems(facts: Mapping[str, Any], found: Mapping[str, Leaf]) -> list[str]:
     """Arrays that the facts name and the file has not, and those that nothing names."""
     named = set(names_in(facts))
     lost = [f"array {name} is missing" for name in sorted(named - set(found))]
     return lost + [f"array {name} belongs to nothing that was recorded" for name in sorted(set(found) - named)]
+
+
+def leaf_problems(facts: Mapping[str, Any], found: Mapping[str, Leaf]) -> list[str]:
+    """Arrays of the model that are told to be otherwise than they lie in the file."""
+    told = []
+    for leaf in facts["leaves"]:
+        array = found.get(str(leaf["values"].get("of"))) if is_array(leaf["values"]) else None
+        if array is None and leaf["values"] is not None:
+            told.append(f"the values of {leaf['path']} are no array")
+        elif array is not None:
+            halves = leaf["values"].get("halves")
+            shape, dtype = (array.shape[:-1], "complex128") if halves else (array.shape, array.dtype)
+            if (list(shape), dtype) != (leaf["shape"], leaf["dtype"]):
+                facts_say = f"{leaf['dtype']} {tuple(leaf['shape'])}"
+                told.append(f"{leaf['path']} is {facts_say} by its facts, and {dtype} {shape} in the file")
+    return told
+
+
+def is_array(told: Any) -> bool:
+    return isinstance(told, dict) and told.get(MARK) == "array"
 
 
 def names_in(value: Any) -> Iterator[str]:
@@ -220,8 +234,8 @@ def names_in(value: Any) -> Iterator[str]:
         for part in value:
             yield from names_in(part)
     elif isinstance(value, dict):
-        if value.get(MARK) == "array":
-            yield str(value["of"])
+        if is_array(value):
+            yield str(value.get("of"))
         else:
             for part in value.values():
                 yield from names_in(part)

@@ -37,8 +37,9 @@ def golden(
         model: of either framework.
         args: as in `parity.record`; a model of the other framework gets the recorded ones and needs none.
         path: of the golden bundle.
-        update: whether the bundle is written anew if the model does something else now, or if there is none. One
-            that still holds is left as it is. A model of the other framework never writes.
+        update: whether the bundle is written anew if the model does something else now, if there is none, or if it is
+            damaged or older. One that still holds is left as it is, and so is a newer one, and a file of weights. A model
+            of the other framework never writes.
         kwargs: as in `parity.record`.
         keep: as in `parity.record`.
         seed: as in `parity.record`; None takes that of the bundle, or 0 if there is none.
@@ -56,7 +57,8 @@ def golden(
     place = Path(path)
     room = owner(model)
     if room is None or not room.is_model(model):
-        raise InputError(f"model must be a torch.nn.Module, a flax.nnx.Module or a parity.Linen, got {describe(model)}")
+        said = f"model must be a torch.nn.Module, a flax.nnx.Module or a parity.Linen, got {describe(model)}"
+        raise InputError(said, "no-model")
     known = known_bundle(place, update)
     if known is not None and known.side != room.NAME:
         return replay(place, model, levels=levels, rename=rename, ignore=ignore)
@@ -79,12 +81,14 @@ def known_bundle(place: Path, update: bool) -> Bundle | None:
         InputError: there is none, or it cannot be used, and none is to be written.
     """
     if not place.exists() and not update:
-        raise InputError(f"there is no golden bundle {place}; write it with update=True, in pytest with --parity-update-golden")
+        said = f"there is no golden bundle {place}; write it with update=True, in pytest with --parity-update-golden"
+        raise InputError(said, "file-missing")
     if not place.exists():
         return None
     try:
         return read(place)
-    except InputError:
-        if update:
+    except InputError as error:
+        # What stands there may be somebody's weights.
+        if update and error.code not in ("no-bundle", "bundle-newer") and not place.is_dir():
             return None
         raise

@@ -16,9 +16,10 @@ import numpy as np
 from parity.bundles.answers import Recording
 from parity.bundles.dropping import as_facts
 from parity.bundles.encoding import Encoder, setting
-from parity.bundles.file import KEEPS, place_problems, write
+from parity.bundles.file import place_problems, write
+from parity.bundles.form import KEEPS
 from parity.dropout.masks import DropoutMasks
-from parity.errors import InputError, listed
+from parity.errors import InputError, ParityError, listed, raised
 from parity.evidence.calls import Evaluation, ModuleCall
 from parity.evidence.compare import replays
 from parity.evidence.dropping import drawn_once
@@ -82,8 +83,8 @@ def record(
         The path.
 
     Raises:
-        InputError: the model or an argument cannot be recorded as it stands, the model drops or returns other numbers when
-            it is run again, ids are out of range, or the file cannot be written. What stood at `path` stands there still.
+        InputError: the model or an argument cannot be recorded as it stands, the model raises, drops or returns other
+            numbers when it is run again, ids are out of range, or the file cannot be written. What stood at `path` stands there still.
         MissingFrameworkError: the framework of the model is not installed.
     """
     place = Path(path)
@@ -183,7 +184,7 @@ class OneSide(Subject):
 
 def torch_side(side: OneSide, keep: str) -> None:
     """Ask a torch model all that a comparison may ask it."""
-    side.torch_native  # noqa: B018 - what it raises is for the caller
+    ran(lambda: side.torch_native)
     check_ids(side)
     quietly(lambda: keep_forwards(side))
     quietly(lambda: side.pinned_dtype("torch"))
@@ -204,6 +205,22 @@ def torch_side(side: OneSide, keep: str) -> None:
     if side.gradients and keep == "all":
         with side.torch.pinned():
             quietly(lambda: side.torch.observe_backward(side.torch_model, side.call, side.cotangents or {}, dtype="float64"))
+
+
+def ran(run: Callable[[], Any]) -> Any:
+    """What a run gives.
+
+    Raises:
+        InputError: the model raises.
+    """
+    try:
+        return run()
+    except ParityError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"cannot record: the model raises {raised(error)}; mend it, or give arguments that it takes"
+        ) from error
 
 
 def keep_forwards(side: OneSide) -> None:
@@ -246,10 +263,10 @@ def keep_noise(side: OneSide) -> None:
 def flax_side(side: OneSide, keep: str) -> None:
     """Ask a Flax model all that a comparison may ask it."""
     room, model, call = side.recording, side.flax_model, side.call
+    plain = ran(lambda: room.evaluate(model, call))
     if room.draws(model):
         refuse_flax(room.room, model, call, reseed=True)
     refuse_flax(room.room, model, call, reseed=False)
-    plain = room.evaluate(model, call)
     side.padding.check(plain)
     cotangents = side.cotangents_for(side.padding.seen(plain)) if side.gradients else None
     quietly(lambda: room.evaluate(model, call, dtype="float64", quick=True))

@@ -9,8 +9,10 @@ import numpy as np
 
 from parity.bundles.answers import Questions
 from parity.bundles.file import Bundle
+from parity.bundles.form import checked
 from parity.errors import NotRecordedError
 from parity.evidence.calls import Call, Captured, Evaluation, ModuleCall
+from parity.evidence.numerics import Noise
 from parity.evidence.trees import flatten
 from parity.weights.files import Tree
 from parity.weights.leaf import Claim, Layer, Leaf
@@ -24,6 +26,25 @@ TOLD = {
     "lookups": "which tables it looks its ids up in",
     "output_dtypes": "the dtypes of its outputs in another run",
 }
+
+
+# What answers are.
+RETURNED: dict[str, Any] = {
+    "evaluate": Evaluation,
+    "observe": list[ModuleCall],
+    "raises": str | tuple[tuple[int, ...], ...],
+    "output_dtypes": dict[Any, str],
+    "noise": Noise,
+    "wide_noise": list[float],
+    "unsettled": np.ndarray,
+}
+# What watchers know.
+WATCHED: dict[str, Any] = {
+    **{"scores": set[str], "unsaturated": set[str], "near": int, "exact": int, "ties": int},
+    "bounds": dict[tuple[str, float], bool],
+}
+# What settings are that comparisons work with; others are only told, or compared.
+SETTINGS: dict[str, Any] = {"parameter dtype": str, "buffers that are not saved": list[str]}
 
 
 # What else rooms do: all of it runs the model.
@@ -100,7 +121,8 @@ class Recorded(Tree):
     @cached_property
     def every_layer(self) -> list[Layer]:
         own = {
-            told["path"]: {name: self.bundle.value(v) for name, v in told["settings"]} for told in self.bundle.facts["layers"]
+            told["path"]: {name: self.bundle.value(value, SETTINGS.get(name, Any)) for name, value in told["settings"]}
+            for told in self.bundle.facts["layers"]
         }
 
         def reader(path: str) -> Any:
@@ -180,11 +202,11 @@ class Recorded(Tree):
         if told is None:
             what = TOLD.get(name, "such runs")
             raise NotRecordedError(f"{self.bundle.path.name} does not hold {what}: for that both frameworks are needed")
-        for of, value in (self.bundle.value(told["watcher"]) if "watcher" in told else {}).items():
-            setattr(watcher, of, value)
+        if watcher is not None and "watcher" in told:
+            vars(watcher).update(self.bundle.value(told["watcher"], dict[str, Any], made=checked_watch))
         if "raises" in told:
             raise error_of(*told["raises"])
-        return self.bundle.value(told["returns"])
+        return self.bundle.value(told["returns"], RETURNED.get(name, Any))
 
     def evaluate(self, value: Any, call: Call, *, watch: Any = None, **options: Any) -> Evaluation:
         """A run that was recorded."""
@@ -247,6 +269,15 @@ class Recorded(Tree):
             )
 
         return missing
+
+
+def checked_watch(told: dict[str, Any]) -> dict[str, Any]:
+    """What a watcher knew.
+
+    Raises:
+        TypeError: it is nothing that one knows.
+    """
+    return {name: checked(value, WATCHED.get(name, Any)) for name, value in told.items()}
 
 
 def is_array(value: Any) -> bool:

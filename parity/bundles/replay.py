@@ -1,8 +1,9 @@
 """A model of one framework against what one of the other did, with that framework alone installed."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from parity.bundles.dropping import from_facts
 from parity.bundles.file import Bundle, read
 from parity.bundles.recorded import Recorded
 from parity.errors import InputError, NotRecordedError, listed
+from parity.evidence.calls import Call
 from parity.evidence.compare import checked_levels, checked_modes, climb
 from parity.evidence.dropping import replayed_in_flax
 from parity.evidence.input_sets import InputSet, climbed
@@ -20,7 +22,9 @@ from parity.evidence.numerics import Noise
 from parity.evidence.padding import Padding
 from parity.evidence.result import Report
 from parity.evidence.subject import Subject
+from parity.evidence.wiring import OTHER_PROBE
 from parity.frameworks import describe, owner
+from parity.weights.files import read_rename
 from parity.weights.pairing import pair
 
 OTHER = {"torch": "flax", "flax": "torch"}
@@ -33,7 +37,7 @@ def replay(
     *,
     levels: Iterable[str] | None = None,
     modes: Iterable[str] = ("compiled", "eager"),
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ignore: Iterable[str] = (),
     strict: bool = False,
     diagnose: bool = True,
@@ -47,10 +51,11 @@ def replay(
     Args:
         path: of a file that `parity.record` wrote.
         model: of the other framework, in eval mode.
-        levels: as in `parity.compare`; None takes all of them, without `wiring` where that would need a recorded Flax
-            model to run once more.
+        levels: as in `parity.compare`; None takes all of them, without `wiring` where that would need the recorded model
+            to run once more: one of Flax always, one of torch with `ignore`.
         modes: as in `parity.compare`.
-        rename: as in `parity.compare`: torch's names first, whichever side was recorded.
+        rename: as in `parity.compare`: torch's names first, whichever side was recorded; or the path of a JSON file with
+            such a mapping.
         ignore: as in `parity.compare`.
         strict: as in `parity.compare`.
         diagnose: as in `parity.compare`.
@@ -63,20 +68,23 @@ def replay(
             or it cannot be compared as it stands.
         MissingFrameworkError: the model's framework is not installed.
     """
-    ways, chosen = checked_modes(modes), checked_levels(levels)
+    ways, chosen = checked_modes(modes), None if levels is None else checked_levels(levels)
+    names = read_rename(Path(rename)) if isinstance(rename, str | os.PathLike) else rename
     side = Recorded(read(path))
     check_model(side.bundle, model)
-    report = replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, rename, ignore, strict, diagnose)
-    return without_wiring(report) if levels is None and side.NAME == "flax" else report
+    return replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, names, ignore, strict, diagnose)
 
 
-def without_wiring(report: Report) -> Report:
-    """The report without a proof that would need the recorded Flax model once more, and a note that it is left out."""
-    left = tuple(level for level in report.levels if (level.level, level.status) != ("wiring", "not run"))
-    if len(left) == len(report.levels):
+def without_wiring(report: Report, recorded: Collection[str]) -> Report:
+    """The report without a proof that would need a recorded model once more, and a note that it is left out."""
+    lost = [level for level in report.levels if (level.level, level.status) == ("wiring", "not run")]
+    if "flax" not in recorded:
+        lost = [level for level in lost if level.summary == OTHER_PROBE]
+    if not lost:
         return report
-    text = "wiring is left out: the recorded Flax model would have to run on the numbers of torch's proof"
-    return replace(report, levels=left, notes=(*report.notes, Note("recorded", "", text)))
+    why = OTHER_PROBE if "flax" not in recorded else "the recorded Flax model would have to run on the numbers of torch's proof"
+    left = tuple(level for level in report.levels if level not in lost)
+    return replace(report, levels=left, notes=(*report.notes, Note("recorded", "", f"wiring is left out: {why}")))
 
 
 def check_model(bundle: Bundle, model: Any) -> None:
@@ -90,13 +98,14 @@ def check_model(bundle: Bundle, model: Any) -> None:
         kinds = {"torch": "a torch.nn.Module", "flax": "a flax.nnx.Module or a parity.Linen"}
         raise InputError(
             f"{bundle.path} was recorded from {kinds[bundle.side]}; replay it against {kinds[wanted]}, got {describe(model)}"
-            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and wanted != room.NAME else "")
+            + ("; two recordings of one framework are compared by parity.bundle_diff" if room and wanted != room.NAME else ""),
+            "no-model",
         )
 
 
 def replayed(
     sides: Mapping[str, Any],
-    levels: tuple[str, ...],
+    levels: tuple[str, ...] | None,
     modes: tuple[str, ...],
     rename: Mapping[str, str] | None = None,
     ignore: Iterable[str] = (),
@@ -107,7 +116,7 @@ def replayed(
 
     Args:
         sides: `torch` and `flax`, each a `Recorded` or a model.
-        levels: to climb.
+        levels: to climb; None as in `replay`.
         modes: as in `replay`.
         rename: as in `replay`.
         ignore: as in `replay`.
@@ -116,20 +125,22 @@ def replayed(
     """
     bundles = [one.bundle for one in sides.values() if isinstance(one, Recorded)]
     ignored = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    chosen = checked_levels(levels)
 
     def climb_one(one: InputSet, first: bool, explain: bool) -> Report:
-        subject = Replayed(sides, one, rename, ignored, gradients="gradients" in levels)
-        wanted = levels if first else tuple(level for level in levels if level != "weights")
+        subject = Replayed(sides, one, rename, ignored, gradients="gradients" in chosen)
+        wanted = chosen if first else tuple(level for level in chosen if level != "weights")
         if subject.masks is None:
             report = climb(subject, wanted, modes, strict, diagnose=diagnose and explain, trace=explain)
         else:
             with replayed_in_flax(subject, subject.masks):
                 proved = tuple(level for level in wanted if level != "wiring")
                 report = climb(subject, proved, modes, strict, spoil=False, diagnose=False, trace=explain)
+        report = without_wiring(report, subject.recorded) if levels is None else report
         return replace(report, notes=(*subject.told(report), *report.notes))
 
     sets = sets_of(bundles)
-    return climbed(sets[:1] if levels == ("weights",) else sets, climb_one)
+    return climbed(sets[:1] if chosen == ("weights",) else sets, climb_one)
 
 
 def sets_of(bundles: list[Bundle]) -> list[InputSet]:
@@ -150,7 +161,7 @@ def told_apart(one: Bundle, other: Bundle) -> list[str]:
     asked = Questions()
     for name in [name for name in mine if name in theirs]:
         place = f" of the input set {name!r}" if name else ""
-        calls = [bundle.value(sets[name]["call"]) for bundle, sets in ((one, mine), (other, theirs))]
+        calls = [bundle.value(sets[name]["call"], Call) for bundle, sets in ((one, mine), (other, theirs))]
         if asked.of_call(calls[0]) != asked.of_call(calls[1]):
             found.append(f"the arguments{place} are not the same; record both on the same ones")
         if asked.spoken(one.value(mine[name]["padding mask"])) != asked.spoken(other.value(theirs[name]["padding mask"])):
@@ -209,9 +220,9 @@ class Replayed(Subject):
         first = bundles[0]
         self.bundles = bundles
         told = next(told for told in first.facts["sets"] if told["name"] == one.name)
-        self.call = first.value(told["call"])
-        self.padding = Padding(first.value(told["padding mask"]))
-        self.masks = from_facts(first.value(told["masks"]))
+        self.call = first.value(told["call"], Call)
+        self.padding = first.value(told["padding mask"], made=Padding)
+        self.masks = first.value(told["masks"], made=from_facts)
         self.seed, self.gradients = first.facts["seed"], all(bundle.facts["gradients"] for bundle in bundles)
         self.sampled = any(bundle.facts["keep"] != "all" for bundle in bundles)
         self.pins_checked, self.not_differentiable, self.dropping = False, {}, None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.errors import first_line
+from parity.errors import NotRecordedError, first_line
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.numerics import comparable, same_bits, wide
 from parity.evidence.padding import NOWHERE, Padding
@@ -17,6 +17,8 @@ from parity.weights.leaf import gathered
 
 # Below this share of provable values a probe says too little, and a narrower one is tried.
 ENOUGH = 0.5
+# Why a recorded torch model has no proof to show.
+OTHER_PROBE = "the recorded torch model was proved exact with every array replaced, and ignore= leaves some out"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def wiring(subject: Subject) -> LevelResult:
         return LevelResult("wiring", "not run", "needs every weight paired: see the level weights")
     try:
         probe, why = find_probe(subject, {} if subject.recorded else LEARNT)
+    except NotRecordedError:
+        return LevelResult("wiring", "not run", OTHER_PROBE)
     except Exception as error:
         return LevelResult("wiring", "not run", f"the torch model does not run on probes: {first_line(error)}")
     if probe is None:
@@ -134,8 +138,10 @@ class Search:
 
     def __init__(self, subject: Subject, learnt: dict[Hashable, Any]):
         self.subject, self.learnt = subject, learnt
-        paired = {p.source.array_path for p in subject.pairing.pairs}
-        self.leaves = [leaf for leaf in subject.torch.leaves(subject.torch_model) if leaf.path in paired]
+        paired, found = {p.source.array_path for p in subject.pairing.pairs}, subject.torch.leaves(subject.torch_model)
+        # Of a tied array one name is paired as a rule, and its other places compute with it too.
+        arrays = {leaf.identity for leaf in found if leaf.path in paired}
+        self.leaves = [leaf for leaf in found if leaf.identity in arrays]
         shapes = [(leaf.path, leaf.shape) for leaf in self.leaves] + [(p, a.shape) for p, a in subject.values()]
         self.key = (type(subject.torch_model), *shapes)
         self.few: set[str] = set()

@@ -46,6 +46,23 @@ def load(room: str) -> ModuleType:
     return importlib.import_module(f"parity.frameworks.{room}")
 
 
+def load_both() -> tuple[ModuleType, ModuleType]:
+    """The rooms of torch and of NNX.
+
+    Raises:
+        MissingFrameworkError: a framework is not installed; tells of both.
+    """
+    found, missing = list[ModuleType](), list[str]()
+    for room in ("torch", "nnx"):
+        try:
+            found.append(load(room))
+        except MissingFrameworkError as error:
+            missing.append(str(error))
+    if missing:
+        raise MissingFrameworkError("; ".join(missing))
+    return found[0], found[1]
+
+
 def imported() -> list[ModuleType]:
     """The rooms whose arrays can be at hand: a framework that nobody has imported has made none."""
     return [load(room) for room, package in (("torch", "torch"), ("nnx", "jax")) if package in sys.modules]

@@ -59,7 +59,8 @@ def written(path: Path, page: str) -> Path:
     """Put a page in its place, in one step."""
     html_ready(path)
     with beside(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+        # A name may be no valid text.
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
 
 

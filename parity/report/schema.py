@@ -18,6 +18,7 @@ from parity.suite import SuiteResult
 from parity.surroundings import Environment, Missing, Warned
 from parity.training.outcome import Training
 from parity.training.states import OptimizerTransfer
+from parity.weights.rules import Alone, LeafRule, Rule
 from parity.weights.transfer import Transfer
 
 # The schema as it is shipped; a test holds it to the classes.
@@ -55,12 +56,13 @@ def made() -> dict[str, Any]:
     hints = array(of_type(Hint, known))
     roots = {kind: document(kind, of_class(cls, known, without), hints) for kind, (cls, without) in DOCUMENTS.items()}
     facts = {
-        "facts": {"type": "object", "additionalProperties": TEXT},
+        "facts": by_name(TEXT),
         "missing": array(of_type(Missing, known)),
         "warnings": array(of_type(Warned, known)),
     }
     roots["environment"] = document("environment", struct(facts, Environment), hints)
     roots["codes"] = document("codes", struct({"codes": array(of_type(Code, known))}), hints)
+    roots["rules"] = document("rules", struct({"rules": array(row()), "layouts": by_name(TEXT)}), hints)
     refused = {"code": TEXT, "message": TEXT, "problems": array(TEXT), "status": STATUS, "passed": {"const": False}}
     roots["refusal"] = document("refusal", struct(refused), hints)
     return {
@@ -88,6 +90,21 @@ def struct(properties: dict[str, Any], cls: type | None = None) -> dict[str, Any
     return {"type": "object", **said, "properties": properties, "required": sorted(properties)}
 
 
+def row() -> dict[str, Any]:
+    """A row of the ledger as `Rule.to_dict` gives it."""
+    # The name of a setting of a layer, and its value.
+    told = {"anyOf": [{"type": "null"}, {"type": "array", "prefixItems": [TEXT, {}], "minItems": 2, "maxItems": 2}]}
+    leaf = struct({"torch": TEXT, "flax": TEXT, "layout": TEXT, "when": told, "zero_if": told}, LeafRule)
+    fates = {"enum": list(get_args(get_type_hints(Alone)["fate"]))}
+    alone = struct({"torch": TEXT, "fate": fates, "because": TEXT}, Alone)
+    names = {"torch": TEXT, "flax": TEXT, "linen": TEXT}
+    return struct({**names, "arrays": array(leaf), "alone": array(alone), "settings": array(TEXT), "note": TEXT}, Rule)
+
+
+def by_name(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": items}
+
+
 def array(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
@@ -109,7 +126,7 @@ def more_of(cls: type, known: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": {"enum": verdicts}, "headline": TEXT, "hints": array(of_type(Hint, known))}
     if cls is Transfer:
         return {"arrays": {"type": "integer"}, "bytes": {"type": "integer"}}
-    return {"figures": {"type": "object", "additionalProperties": {"type": "integer"}}} if cls is SuiteResult else {}
+    return {"figures": by_name({"type": "integer"})} if cls is SuiteResult else {}
 
 
 def of_type(hint: Any, known: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +143,7 @@ def of_type(hint: Any, known: dict[str, Any]) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         return {"anyOf": [of_type(one, known) for one in inner]}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": of_type(inner[1], known)}
+        return by_name(of_type(inner[1], known))
     if origin in (tuple, list, set, frozenset):
         if origin is tuple and inner[-1] is not Ellipsis:
             fixed = [of_type(one, known) for one in inner]

@@ -3,6 +3,8 @@
 from typing import Any
 
 from parity.errors import InputError, listed
+from parity.report.data import document
+from parity.weights.named_layouts import layout_names
 from parity.weights.rules import RULES, Alone, LeafRule, Rule, Setting
 
 
@@ -49,6 +51,11 @@ def add_rule(torch: Any, flax: Any, *entries: LeafRule | Alone | Setting, note: 
 def rules() -> tuple[Rule, ...]:
     """Every row of the ledger, the package's own first."""
     return tuple(RULES)
+
+
+def rules_document() -> dict[str, Any]:
+    """The ledger for machines, with the layouts that a rename may name."""
+    return document("rules", None, rules=[rule.to_dict() for rule in RULES], layouts=layout_names())
 
 
 def public_name(layer: Any) -> str:

@@ -1,4 +1,4 @@
-"""Letting a Flax model run in float64 although it asks for the dtype in which it is deployed."""
+"""Letting a Flax model run in a wider dtype although it asks for the one in which it is deployed."""
 
 import contextlib
 import functools
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import primitives
 
 
 class Widening(threading.local):
-    """The dtypes to which this thread's float64 run must not be cut; empty outside of such a run."""
+    """The dtype of this thread's wide run, and those to which it must not be cut; none outside of such a run."""
 
+    run: Any = None
     kept_from: tuple[Any, ...] = ()
 
 
@@ -35,30 +35,32 @@ CASTS = {
 
 @contextlib.contextmanager
 def widened(deployed: str, dtype: str | None) -> Iterator[None]:
-    """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
+    """Leave out casts that would cut a run to the dtype in which the model is deployed, or a wider one.
 
     Where the model is deployed such a cast does nothing: `jax.nn.dot_product_attention` computes
     its softmax in float32 whatever it is given. A cast to a narrower dtype rounds there too, and stays.
 
     Args:
         deployed: the dtype of the model's parameters.
-        dtype: of the run.
+        dtype: of the run; None is the model's own.
     """
-    if dtype != "float64" or deployed == "float64":
+    own, run = jnp.dtype(deployed), jnp.dtype(dtype or deployed)
+    if own.itemsize >= run.itemsize:
         yield
         return
     with LOCK:
         INSIDE.append(None)
         for primitive, name in CASTS.items() if len(INSIDE) == 1 else ():
             primitive.bind = widening_bind(primitive.bind, name)
-    before, WIDENING.kept_from = WIDENING.kept_from, (jnp.dtype(deployed), jnp.dtype("float32"))
+    before = WIDENING.run, WIDENING.kept_from
+    WIDENING.run, WIDENING.kept_from = run, tuple({own, jnp.dtype("float32")} - {run})
     try:
         # Functions that jax traced before under another setting are not found again, nor these by others:
         # "float32" means what "highest" means, but is kept apart.
         with jax.default_matmul_precision("float32"):
             yield
     finally:
-        WIDENING.kept_from = before
+        WIDENING.run, WIDENING.kept_from = before
         with LOCK:
             INSIDE.pop()
             for primitive in CASTS if not INSIDE else ():
@@ -69,9 +71,10 @@ def widened(deployed: str, dtype: str | None) -> Iterator[None]:
 def widening_bind(bind: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(bind)
     def bound(*operands: Any, **parameters: Any) -> Any:
-        wide = any(getattr(operand, "dtype", None) == np.float64 and not weak(operand) for operand in operands)
-        if WIDENING.kept_from and wide and parameters.get(name) in WIDENING.kept_from:
-            parameters[name] = np.dtype(np.float64)
+        run = WIDENING.run
+        wide = any(getattr(operand, "dtype", None) == run and not weak(operand) for operand in operands)
+        if run is not None and wide and parameters.get(name) in WIDENING.kept_from:
+            parameters[name] = run
         return bind(*operands, **parameters)
 
     return bound

@@ -4,14 +4,17 @@ import json
 import struct
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import parity
+from parity.bundles import form
 from parity.bundles.encoding import Encoder, decoded, function, setting
-from parity.bundles.file import ENTRIES, FACTS, FORM, SEAL, VERSION, read, sealed, write
+from parity.bundles.file import FACTS, FORM, SEAL, VERSION, read, sealed, write
+from parity.evidence.calls import Call
 from parity.weights.leaf import digest
 
 Pair = namedtuple("Pair", "first second")
@@ -58,9 +61,9 @@ def test_arrays_come_back_bit_for_bit(dtype, shape, tmp_path):
     array = array.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     encoder = Encoder()
     told = encoder.encoded(array)
-    write(tmp_path / "one.safetensors", facts(answers={"x": told}), encoder.arrays)
+    write(tmp_path / "one.safetensors", facts(answers={"x": {"returns": told}}), encoder.arrays)
     found = read(tmp_path / "one.safetensors")
-    back = found.value(found.facts["answers"]["x"])
+    back = found.value(found.facts["answers"]["x"]["returns"])
     assert back.dtype == array.dtype and back.shape == shape and back.tobytes() == array.tobytes()
 
 
@@ -97,9 +100,10 @@ def test_a_function_that_a_layer_held_is_a_name_and_its_defaults():
 
 
 def facts(**changes):
-    plain = {str: "", int: 0, bool: False, dict: {}, list: []}
-    found = {name: plain[kind] for name, kind in ENTRIES.items()}
-    return found | {"side": "torch", "keep": "all", "environment": {}} | changes
+    plain = {str: "", int: 0, bool: False}
+    found = {name: plain.get(kind, {}) if not isinstance(kind, list) else [] for name, kind in form.FACTS.items()}
+    one = {"name": "", "shows": "", "call": None, "padding mask": None, "masks": None}
+    return found | {"side": "torch", "room": "torch", "keep": "all", "sets": [one]} | changes
 
 
 def edited(path, change, reseal=True):
@@ -128,7 +132,7 @@ def with_facts(change):
 def bundle(tmp_path):
     encoder = Encoder()
     told = [encoder.encoded(np.arange(4.0)), encoder.encoded(np.arange(3))]
-    write(tmp_path / "b.safetensors", facts(answers={"x": told}), encoder.arrays)
+    write(tmp_path / "b.safetensors", facts(answers={"x": {"returns": told}}), encoder.arrays)
     return tmp_path / "b.safetensors"
 
 
@@ -186,10 +190,10 @@ def test_everything_that_is_wrong_is_told_at_once(bundle):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"side": "keras"}, "its side is 'keras', not torch or flax"),
-        ({"keep": "most"}, "it keeps 'most', not all, summaries, digests"),
+        ({"side": "keras"}, "its entry 'side' is 'keras', not torch, flax"),
+        ({"keep": "most"}, "its entry 'keep' is 'most', not all, summaries, digests"),
         ({"answers": {}}, "belongs to nothing that was recorded"),
-        ({"answers": {"x": {"~": "array", "of": "0" * 32}}}, "array 00000000000000000000000000000000 is missing"),
+        ({"answers": {"x": {"returns": {"~": "array", "of": "0" * 32}}}}, "array 00000000000000000000000000000000 is missing"),
     ],
 )
 def test_facts_that_contradict_the_file_are_told(bundle, change, words):
@@ -204,11 +208,67 @@ def test_facts_that_are_no_json_are_told(bundle):
     assert "its facts are a list, not an object" in refused(bundle)
 
 
+ONE_LEAF = {
+    **{"path": "w", "owner": "", "name": "w", "dtype": "float64", "role": "parameter", "unreadable": "", "digest": ""},
+    **{"kinds": [], "also": [], "merged": [], "shape": [4], "identity": 0, "claims": [], "by_name": False, "loose": False},
+    "values": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"environment": {"torch": 10**30}}, "its entry 'environment.torch' is int, not str"),
+        ({"environment": {"torch": float("nan")}}, "its entry 'environment.torch' is float, not str"),
+        ({"seed": True}, "its entry 'seed' is bool, not int"),
+        ({"room": "os"}, "its entry 'room' is 'os', not torch, nnx, linen"),
+        ({"sets": []}, "its entry 'sets' is empty: it holds no run"),
+        ({"sets": [3]}, "its entry 'sets[0]' is int, not dict"),
+        ({"sets": [{"name": "<script>"}]}, "its facts have no entry 'sets[0].call'"),
+        ({"leaves": [ONE_LEAF | {"kinds": [1]}]}, "its entry 'leaves[0].kinds[0]' is int, not str"),
+        ({"leaves": [ONE_LEAF | {"claims": [["a", "b"]]}]}, "its entry 'leaves[0].claims[0]' has 2 parts, not 3"),
+        ({"leaves": [ONE_LEAF | {"values": 3}]}, "the values of w are no array"),
+        ({"layers": [{}]}, "its facts have no entry 'layers[0].settings'"),
+        ({"answers": {"x": 3}}, "its entry 'answers.x' is int, not dict"),
+        ({"answers": {"x": {"raises": ["a"]}}}, "its entry 'answers.x.raises' has 1 parts, not 3"),
+        ({"answers": {"x": {"returns": {"~": "array"}}}}, "array None is missing"),
+    ],
+)
+def test_entries_of_another_form_are_told_with_their_place(bundle, change, words):
+    edited(bundle, with_facts(lambda f: f.update(change)))
+    assert words in refused(bundle)
+
+
+def test_an_array_of_the_model_that_is_another_by_its_facts_is_told(bundle):
+    def change(found):
+        found["leaves"] = [ONE_LEAF | {"shape": [2, 2], "dtype": "float32", "values": found["answers"]["x"]["returns"][0]}]
+
+    edited(bundle, with_facts(change))
+    assert "w is float32 (2, 2) by its facts, and float64 (4,) in the file" in refused(bundle)
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ({"~": "data", "kind": "Call", "of": {"args": 3}}, Any),
+        ({"~": "data", "kind": "Evaluation", "of": {"outputs": {"~": "dict", "of": []}, "gradients": None}}, Any),
+        ({"~": "tuple", "of": []}, Call),
+        ({"~": "tuple", "of": ["a", "b"]}, tuple[int, ...]),
+        ({"~": "dict", "of": 3}, Any),
+        ({"~": "dict", "of": [[[], 1]]}, Any),
+        ({"~": "data", "kind": "Call", "of": "x"}, Any),
+    ],
+)
+def test_a_recorded_value_of_another_kind_is_told_where_it_is_used(bundle, told, wanted):
+    with pytest.raises(parity.InputError, match="a part of it has another form than a bundle has"):
+        read(bundle).value(told, wanted)
+
+
 def test_a_part_of_another_form_is_told(bundle):
-    edited(bundle, with_facts(lambda f: f["answers"].update(y={"~": "pickle", "of": [1]})))
+    edited(bundle, with_facts(lambda f: f["answers"].update(y={"returns": {"~": "pickle", "of": [1]}})))
     found = read(bundle)
     with pytest.raises(parity.InputError, match="a part of it has another form than a bundle has"):
-        found.value(found.facts["answers"]["y"])
+        found.value(found.facts["answers"]["y"]["returns"])
 
 
 def test_other_files_are_told_by_what_they_are(tmp_path):

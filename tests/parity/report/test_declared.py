@@ -205,8 +205,8 @@ def test_pytest_finds_the_same_pairs_and_shows_the_report_alone(plugged, tmp_pat
     assert "parity_check(pair.torch_model, pair.flax_model, *pair.args)" in text
     assert "parity: torch" in text and "seed of each pair" in text
     page = target.read_text(encoding="utf-8")
-    # The one whose parameters do not fit could not be compared.
-    assert "3 of 6 cases agree" in page
+    # The one whose parameters do not fit could not be compared, and stands there all the same.
+    assert "3 of 7 cases agree" in page and "test_more.py::test_unfit" in page
     assert "test_more.py::test_other" in page and "layer[small]" in page
 
 

@@ -96,6 +96,9 @@ def test_a_diff_fits_also_where_numbers_are_none(actual):
 def test_what_the_command_line_tells_besides_fits():
     fits("environment", parity.environment().to_dict())
     fits("codes", parity.codes_document(parity.codes()))
+    ledger = parity.rules_document()
+    fits("rules", ledger)
+    assert len(ledger["rules"]) == len(parity.rules()) and ledger["layouts"] == parity.layout_names()
     error = parity.TransferError("two problems", ["one", "two"])
     fits("refusal", parity.refusal(error, 1))
 

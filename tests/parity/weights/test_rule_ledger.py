@@ -162,7 +162,9 @@ def test_the_command_prints_every_row(monkeypatch, capsys):
         out = capsys.readouterr().out
         assert stopped.value.code == 0
         if options:
-            assert [(row["torch"], row["flax"]) for row in json.loads(out)] == [(r.torch, r.flax) for r in parity.rules()]
+            told = json.loads(out)
+            assert (told["kind"], told["schema"], told["hints"]) == ("rules", 1, [])
+            assert [(row["torch"], row["flax"]) for row in told["rules"]] == [(r.torch, r.flax) for r in parity.rules()]
         else:
             for rule in parity.rules():
                 assert f"{rule.torch} <-> {rule.flax}" in out
