@@ -486,6 +486,10 @@ def replay_command(
     path: Annotated[str, typer.Argument(metavar="FILE", help="a bundle that parity record wrote")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model of the other framework")],
     levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
+    rename: Annotated[str, typer.Option(help="a JSON file from torch's names to Flax's")] = "",
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="leave out what fits this pattern, such as 'embed.padding_idx'")
+    ] = None,
     html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
 ) -> None:
@@ -496,7 +500,9 @@ def replay_command(
     chosen = None if levels is None else [level.strip() for level in levels.split(",") if level.strip()]
     if html:
         parity.html_ready(html)
-    told(parity.replay(path, python_name(model, "MODEL", "model"), levels=chosen), html, Path(path).stem, as_json)
+    found = python_name(model, "MODEL", "model")
+    report = parity.replay(path, found, levels=chosen, rename=rename or None, ignore=ignore or ())
+    told(report, html, Path(path).stem, as_json)
 
 
 @app.command("diff")

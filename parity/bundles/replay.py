@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from parity.evidence.padding import Padding
 from parity.evidence.result import Report
 from parity.evidence.subject import Subject
 from parity.frameworks import describe, owner
+from parity.weights.files import read_rename
 from parity.weights.pairing import pair
 
 OTHER = {"torch": "flax", "flax": "torch"}
@@ -33,7 +35,7 @@ def replay(
     *,
     levels: Iterable[str] | None = None,
     modes: Iterable[str] = ("compiled", "eager"),
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str] | str | os.PathLike[str] | None = None,
     ignore: Iterable[str] = (),
     strict: bool = False,
     diagnose: bool = True,
@@ -50,7 +52,7 @@ def replay(
         levels: as in `parity.compare`; None takes all of them, without `wiring` where that would need a recorded Flax
             model to run once more.
         modes: as in `parity.compare`.
-        rename: as in `parity.compare`: torch's names first, whichever side was recorded.
+        rename: as in `parity.compare`: torch's names first, whichever side was recorded; or the path of a JSON file of it.
         ignore: as in `parity.compare`.
         strict: as in `parity.compare`.
         diagnose: as in `parity.compare`.
@@ -64,9 +66,10 @@ def replay(
         MissingFrameworkError: the model's framework is not installed.
     """
     ways, chosen = checked_modes(modes), checked_levels(levels)
+    names = read_rename(Path(rename)) if isinstance(rename, str | os.PathLike) else rename
     side = Recorded(read(path))
     check_model(side.bundle, model)
-    report = replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, rename, ignore, strict, diagnose)
+    report = replayed({side.NAME: side, OTHER[side.NAME]: model}, chosen, ways, names, ignore, strict, diagnose)
     return without_wiring(report) if levels is None and side.NAME == "flax" else report
 
 
