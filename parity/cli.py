@@ -487,9 +487,7 @@ def replay_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="module:name of a model of the other framework")],
     levels: Annotated[str | None, typer.Option(help=f"some of {','.join(parity.LEVELS)}")] = None,
     rename: Annotated[str, typer.Option(help="a JSON file from torch's names to Flax's")] = "",
-    ignore: Annotated[
-        list[str] | None, typer.Option(help="leave out what fits this, such as 'embed.padding_idx'")
-    ] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="leave out what fits this, such as 'embed.padding_idx'")] = None,
     html: Annotated[str, typer.Option(help="write the report to this file too, as a page that needs no network")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON and nothing else")] = False,
 ) -> None:
