@@ -1,7 +1,7 @@
 """Outputs of every module on both sides, paired by path, and the first place where they part."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -94,8 +94,9 @@ def trace_subject(subject: Subject) -> Trace:
     # In the direction in which its keys fit torch's names, as in the transfer.
     renames = subject.pairing.renames
     wanted = {renames.apply(c.path)[0] for c in expected}
-    actual = shared_names(subject, actual, wanted)
-    desk = Desk(subject)
+    names = known_names(subject, wanted)
+    actual = [replace(c, path=shared_name(c.path, wanted, names)) for c in actual]
+    desk = Desk(subject, lambda path: shared_name(path, wanted, names))
     steps, unpaired = paired(expected, plain, actual, renames, desk)
     if any(doubtful(step) for step in steps):
         # A second look, as at the level `identical`: it costs four runs, so only what little parts is looked at twice.
@@ -127,20 +128,19 @@ def flax_modules(subject: Subject, shelf: Shelf) -> list[Captured]:
         return [Captured("", 0, run.outputs)]
 
 
-def shared_names(subject: Subject, actual: list[Captured], wanted: set[str]) -> list[Captured]:
-    """The same, with a module of several paths under the one that torch knows it by."""
-    names = known_names(subject, wanted)
-    return [c if c.path in wanted else replace(c, path=names.get(c.path, c.path)) for c in actual]
+def shared_name(path: str, wanted: Container[str], names: Mapping[str, str]) -> str:
+    """The path by which torch knows a Flax module of several paths."""
+    return path if path in wanted else names.get(path, path)
 
 
 class Desk:
     """Lays what one pair of calls recorded side by side; only there its arrays are in memory."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, known: Callable[[str], str]):
         self.blank = subject.padding.modules
         renames = subject.pairing.renames
         self.torch_layers = {renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
-        self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+        self.flax_layers = {known(layer.path): layer for layer in subject.flax.layers(subject.flax_model)}
 
     def lay(self, *records: Captured, inputs: bool = False) -> tuple[Captured, Captured, Captured]:
         """Torch's call, its run in the models' dtype, and Flax's, as they are compared: padding blank, axes as in torch."""

@@ -123,7 +123,7 @@ def pair(
         ties=kept,
         lost_ties=lost,
         settings=tuple(dict.fromkeys(told.disagreeing)),
-        renames=renames.shortened(both.whole.shorter),
+        renames=renames.shortened(both.whole.shorter, both.whole.front),
         alone=tuple(both.whole.alone + apart.alone + left.alone + told.notes),
         zeros=tuple(apart.zeros),
         aside=tuple(both.whole.aside + apart.aside),

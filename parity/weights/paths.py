@@ -190,6 +190,7 @@ class Rename:
         self.keys = Lookup(entry.key for entry in self.entries)
         # What is left out of a name that no entry fits.
         self.shorter: Callable[[str], str] = str
+        self.front = ""
 
     def inverse(self) -> "Rename":
         """The same, from values to keys."""
@@ -212,12 +213,13 @@ class Rename:
     def apply(self, path: str) -> tuple[str, str | None]:
         """The new path, and the key that made it, None if nothing fits."""
         found = (self.find(path) or self.find(self.shorter(path))) if self.entries else None
-        return (found.name, found.entry.key.text) if found else (self.shorter(path), None)
+        name = found.name if found else self.shorter(path)
+        return join(self.front, name) if path else name, found.entry.key.text if found else None
 
-    def shortened(self, shorter: Callable[[str], str]) -> "Rename":
-        """The same for names that have a part which the other side has not."""
+    def shortened(self, shorter: Callable[[str], str], front: str) -> "Rename":
+        """The same for names that have a part which the other side has not, or lack `front`, which all of it have."""
         found = copy.copy(self)
-        found.shorter = shorter
+        found.shorter, found.front = shorter, front
         return found
 
     def rivals(self, name: str) -> str:

@@ -41,6 +41,7 @@ class Unwrapped:
         aside: their paths.
         problems: why nothing was left out although it could be; one sentence each.
         shorter: what leaves it out of a name of the source.
+        front: what stands before every name of the target.
     """
 
     leaves: list[list[Leaf]]
@@ -50,6 +51,7 @@ class Unwrapped:
     aside: list[str]
     problems: list[str]
     shorter: Callable[[str], str] = str
+    front: str = ""
 
 
 def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], list[Layer]], rename: Rename) -> Unwrapped:
@@ -77,6 +79,7 @@ def unwrapped(leaves: tuple[list[Leaf], list[Leaf]], layers: tuple[list[Layer], 
         if prefix or inner:
             shorter = shortener(prefix, inner)
             done.shorter = shorter if side == 0 else done.shorter
+            done.front = ".".join(prefix) if side == 1 else done.front
             done.leaves[side] = [replace(leaf, owner=shorter(leaf.owner)) for leaf in done.leaves[side]]
             done.layers[side] = [replace(layer, path=shorter(layer.path)) for layer in done.layers[side]]
     return done

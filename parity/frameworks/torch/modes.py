@@ -45,7 +45,8 @@ class Widened(Mode):
     """Leave out casts that would cut a float64 run to the dtype in which the model is deployed, or a wider one.
 
     Where the model is deployed such a cast does nothing. A cast to a narrower dtype rounds there
-    too, and stays.
+    too, and stays. What a model makes of whole numbers, as an embedding of time steps does, is in the
+    deployed dtype in a float64 run too: it is widened where it meets float64, which torch refuses unasked.
     """
 
     def __init__(self, deployed: str | None):
@@ -60,7 +61,18 @@ class Widened(Mode):
         if func is torch.ops.aten.hardsigmoid_backward.default and args[0].dtype == torch.float64:
             # Torch's kernel multiplies by one sixth in float32, whatever it is given.
             return torch.where(args[1].abs() < 3, args[0] / 6, 0.0)
-        return func(*args, **kwargs)
+        return func(*self.met(func, args), **kwargs)
+
+    def met(self, func: Any, args: Any) -> Any:
+        """The arguments of an operation, all in float64 if one is. What it writes into stays the caller's."""
+        found = {a.dtype for a in args if isinstance(a, Tensor)}
+        if torch.float64 not in found or not found & self.kept_from:
+            return args
+        writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+        return tuple(
+            a.double() if isinstance(a, Tensor) and a.dtype in self.kept_from and not write else a
+            for a, write in zip(args, writes, strict=False)
+        )
 
 
 class Kinks(Mode):

@@ -37,6 +37,16 @@ args = (x,)
 named = {"input": x}
 """
 
+NAMED = """
+class Named(nnx.Module):
+    def __init__(self):
+        self.up, self.down = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.up.kernel[...], self.up.bias[...] = port().kernel[...], port().bias[...]
+
+    def __call__(self, x):
+        return self.up(x)
+"""
+
 
 @pytest.fixture
 def there(tmp_path, monkeypatch):
@@ -61,6 +71,17 @@ def test_record_replay_and_diff_on_the_command_line(there):
     found = run.invoke(app, ["diff", "a.safetensors", "a.safetensors"])
     assert found.exit_code == 0 and found.stdout.startswith("no difference")
     assert run.invoke(app, ["diff", "a.safetensors", "b.safetensors"]).exit_code == 1  # gradients were not recorded
+
+
+def test_names_that_differ_and_what_is_left_out_are_told_to_replay(there):
+    run, asked = CliRunner(), ["replay", "a.safetensors", "bundle_models:Named", "--levels", "weights,identical"]
+    (there / "bundle_models.py").write_text(MODELS + NAMED)
+    run.invoke(app, ["record", "bundle_models:ours", "a.safetensors", "--args", "bundle_models:args", "--no-gradients"])
+    (there / "names.json").write_text('{"": "up"}')
+    told = [*asked, "--rename", "names.json", "--ignore", "down.*"]
+    assert run.invoke(app, asked).exit_code == run.invoke(app, told[:-2]).exit_code == 1
+    found = run.invoke(app, told)
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,40 @@ def test_a_flax_model_that_asks_for_the_dtype_in_which_it_is_deployed_is_no_othe
     assert parity.compare(*two(Pinned), X, **FAST).passed
 
 
+@pytest.mark.parametrize("explicit", [True, False])
+def test_what_a_model_makes_of_whole_numbers_meets_its_weights_in_float64_too(explicit):
+    """A time embedding made in the forward pass is float32 whatever runs: torch refuses to multiply it by float64."""
+
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+
+        def forward(self, times):
+            steps = torch.arange(4, dtype=torch.float32) if explicit else torch.arange(4)
+            turns = times[:, None] * torch.exp(-2.0 * steps)
+            return self.last(self.first(torch.cat([turns.cos(), turns.sin()], -1)).tanh())
+
+    class FlaxTimed(nnx.Module):
+        def __init__(self, flip=False):
+            self.first, self.last = (nnx.Linear(*size, rngs=nnx.Rngs(0)) for size in ((8, 6), (6, 3)))
+            self.flip = flip
+
+        def __call__(self, times):
+            steps = jnp.arange(4, dtype=jnp.float32) if explicit else jnp.arange(4)
+            turns = times[:, None] * jnp.exp(-2.0 * steps)
+            parts = [jnp.cos(turns), jnp.sin(turns)]
+            return self.last(jnp.tanh(self.first(jnp.concatenate(parts[::-1] if self.flip else parts, -1))))
+
+    torch.manual_seed(0)
+    ours, times = Timed().eval(), np.array([3, 711, 40])
+    for flip in (False, True):
+        theirs = FlaxTimed(flip)
+        parity.transfer(ours, theirs)
+        report = parity.compare(ours, theirs, times, levels=["identical", "native", "gradients"], diagnose=False, **FAST)
+        assert {level.status for level in report.levels} == {"failed" if flip else "passed"}, str(report)
+
+
 def test_models_that_pin_their_outputs_to_fewer_digits_do_not_count_as_passed():
     class Pinned(FlaxTwo):
         def __call__(self, x):

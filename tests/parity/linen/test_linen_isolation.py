@@ -458,3 +458,47 @@ def test_weights_that_were_not_loaded_are_the_cause_where_flax_has_part_of_an_ar
     changed = altered(filled_in[1], "params.GRUCell_0.hn.bias", lambda bias: 2 * bias)
     found = parity.diagnose(ours, changed, features)
     assert "gru.bias_hh_l0: Flax's is 2 times torch's" in found.causes[0].what, str(found)
+
+
+class AttendingLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm = torch.nn.MultiheadAttention(12, 3, batch_first=True), torch.nn.LayerNorm(12)
+
+    def forward(self, x):
+        return self.norm(x + self.attn(x, x, x, need_weights=False)[0])
+
+
+class AttendingLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(AttendingLayer() for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+class LinenAttendingLayer(nn.Module):
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(3, name="attn")(x)
+        return nn.LayerNorm(self.epsilon, use_fast_variance=False, name="norm")(x)
+
+
+class LinenAttending(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i, epsilon in enumerate((1e-5, 1e-3)):
+            x = LinenAttendingLayer(epsilon, name=f"layers_{i}")(x)
+        return x
+
+
+def test_an_attention_of_a_numbered_layer_is_compared_by_its_rule_and_is_no_divergence():
+    """Torch's returns a pair, Flax's an array, and Linen's layers are numbered behind a line where torch has a dot."""
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((2, 5, 12), dtype=np.float32)
+    ours = AttendingLayers().eval()
+    theirs = parity.transfer(ours, parity.Linen(LinenAttending(), None, x)).value
+    assert parity.trace(ours, theirs, x).first_divergence().path == "layers.1.norm"

@@ -4,6 +4,7 @@ import re
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import FlaxPair, TorchPair
@@ -269,3 +270,25 @@ def test_a_rename_of_some_wrapped_names_is_told_to_leave_the_prefix_out():
         parity.transfer(state, target, rename={"module.a": "c"})
     assert len(parity.transfer(state, target, rename={"a": "c"}).plan) == 2
     assert len(parity.transfer(state, target, rename={"module.a": "c", "module.b": "b"}).plan) == 2
+
+
+class FlaxTrainer(nnx.Module):
+    def __init__(self, net):
+        self.net = net
+
+    def __call__(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("rename", [None, {"": "net"}])
+def test_modules_inside_a_flax_model_that_is_held_are_paired_as_its_leaves_are(rename):
+    """The part in front of Flax's names is left out for leaves; modules must be found behind it too."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).eval()
+    layers = (nnx.Linear(4, 6, rngs=rngs()), nnx.LayerNorm(6, epsilon=1e-3, use_fast_variance=False, rngs=rngs()))
+    theirs = FlaxTrainer(nnx.Sequential(*layers, nnx.Linear(6, 3, rngs=rngs())))
+    parity.transfer(ours, theirs, rename=rename)
+    x = np.random.default_rng(0).standard_normal((2, 4), dtype=np.float32)
+    assert parity.trace(ours, theirs, x, rename=rename).first_divergence().path == "1"
+    found = parity.diagnose(ours, theirs, x, rename=rename)
+    assert [(one.path, found.causes_of(one.path)[0].hypothesis) for one in found.isolation.faults] == [("1", "epsilon")]
