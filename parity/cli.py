@@ -470,8 +470,9 @@ def named(like: str, option: str = "--like ", wanted: str = "model") -> Any:
         # Code that ends the process would otherwise end it with the status of an agreement.
         do = "mend it there" if declared.users_line(error) else "name a function without arguments"
         do = "install it, or name code that does without" if isinstance(error, ModuleNotFoundError) else do
+        code = "misuse" if option == "--args " else "no-model"
         said = f"{option}{like} gives no {wanted} ({declared.raised(error)}); {do}"
-        raise parity.InputError(said, "no-model" if wanted == "model" else "misuse") from error
+        raise parity.InputError(said, code) from error
     finally:
         sys.path.remove(os.getcwd())
 

@@ -83,9 +83,9 @@ def record(
         The path.
 
     Raises:
-        InputError: the model or an argument cannot be recorded as it stands, the model raises, drops or returns other
-            numbers when it is run again, ids are out of range, or the file cannot be written. What stood at `path`
-            stands there still.
+        InputError: the model or an argument cannot be recorded as it stands, the model raises (its error is the cause),
+            drops or returns other numbers when it is run again, ids are out of range, or the file cannot be written. What
+            stood at `path` stands there still.
         MissingFrameworkError: the framework of the model is not installed.
     """
     place = Path(path)

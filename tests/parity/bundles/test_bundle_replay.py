@@ -219,8 +219,10 @@ def test_what_the_recorded_model_raised_is_told_as_it_was(models, tmp_path):
         def forward(self, x):
             raise KeyError("no such thing")
 
-    with pytest.raises(KeyError, match="no such thing"):
+    with pytest.raises(parity.InputError, match="the model raises KeyError: 'no such thing'") as caught:
         parity.record(Refusing().eval(), np.ones((2, 3), np.float32), path=tmp_path / "b.safetensors")
+    # The model's own error, with the way to it.
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_replay_can_be_made_of_some_levels_and_without_a_diagnosis(models, recorded):
