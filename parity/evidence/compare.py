@@ -181,13 +181,15 @@ def climb(
     failed = not refused and any(result.status == "failed" for result in results)
     if failed and running:
         refuse_unrepeatable(subject)
-    path = attempted(lambda: trace_subject(subject)) if failed and trace else None
+    lost: list[Note] = []
+    path = attempted("trace", lambda: trace_subject(subject), lost) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
-    found = attempted(lambda: diagnose_subject(subject, seconds)) if failed and diagnose else None
+    found = attempted("diagnosis", lambda: diagnose_subject(subject, seconds), lost) if failed and diagnose else None
     only_back = failed and "gradients" in [result.level for result in results if result.status == "failed"]
     forward_agrees = found is None or found.passed
-    backward = attempted(lambda: isolate_backward(subject)) if only_back and diagnose and forward_agrees else None
-    notes = (*lint(subject, ids), *(() if refused or not running else remarks(subject, results)))
+    only_back = only_back and diagnose and forward_agrees
+    backward = attempted("diagnosis of gradients", lambda: isolate_backward(subject), lost) if only_back else None
+    notes = (*lost, *lint(subject, ids), *(() if refused or not running else remarks(subject, results)))
     return Report(
         tuple(results),
         path,
@@ -249,11 +251,15 @@ def attempt(level: str, subject: Subject, options: Mapping[str, Any]) -> LevelRe
         return LevelResult(level, "not run", raised(error))
 
 
-def attempted(make: Callable[[], Made]) -> Made | None:
-    """What is made, None if the models do not let it be."""
+def attempted(what: str, make: Callable[[], Made], lost: list[Note]) -> Made | None:
+    """What is made; None if the models do not let it be, and a note in `lost` of why."""
     try:
         return make()
-    except Exception:
+    except NotRecordedError:
+        # What a recording does not hold is told where it is replayed.
+        return None
+    except Exception as error:
+        lost.append(Note("not-looked-into", "", f"the {what} could not be made: {raised(error)}"))
         return None
 
 

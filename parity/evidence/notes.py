@@ -30,6 +30,7 @@ LINTS = {
 }
 # Codes of what the models do, and of what was compared.
 REMARKS = {
+    "not-looked-into": "a trace or a diagnosis could not be made, and why",
     "input-written": "a model writes into its arguments",
     "attribute-changed": "a model changes plain attributes of its modules",
     "padding-mask": "outputs are compared outside a padding mask",

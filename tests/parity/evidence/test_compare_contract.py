@@ -15,6 +15,7 @@ from flax import nnx
 from torch import nn
 
 import parity
+from parity.evidence import compare
 from parity.evidence.result import LEVELS
 
 FAST = {"modes": ("compiled",)}
@@ -620,3 +621,16 @@ def test_strict_makes_the_refusal_of_another_dtype_part_of_the_interface():
     )
     assert "float16" not in str(loose)
     assert not strict.passed and strict.level("structure").findings[0].what.startswith(says)
+
+
+def test_a_diagnosis_that_cannot_be_made_is_told(monkeypatch):
+    def broken(*_):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(compare, "diagnose_subject", broken)
+    torch_model, flax_model = two()
+    altered(flax_model, "a.kernel", one_ulp)
+    report = parity.compare(torch_model, flax_model, X)
+    [note] = [note for note in report.notes if note.code == "not-looked-into"]
+    assert "the diagnosis could not be made: ValueError: no such thing" in str(note)
+    assert str(note) in str(report) and report.verdict == "differs" and report.trace is not None
