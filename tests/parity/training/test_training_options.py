@@ -64,6 +64,27 @@ def last(found: Any) -> dict[str, np.ndarray]:
     return {name: values[-1:] for name, values in found.items()}
 
 
+def steady(optimizer: Any, model: Torch, rest: Any, expected: Any) -> dict[str, np.ndarray]:
+    """Elements that torch itself brings to the same place from parameters that are moved by one ulp.
+
+    An element that never gets a gradient, but weight decay, swings about 0: with Adamax at lr=0.05 a rounding doubles there
+    at each swing, and is a millionth after 100 steps, in torch as anywhere.
+    """
+    moved, again = copy.deepcopy((model, optimizer))
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1 + 2**-52)
+    found = torch_run(again, moved, rest)
+    kept = {name: (np.abs(found[name] - values) < 1e-13 * np.abs(values).max()).all(0) for name, values in expected.items()}
+    left = {name: np.argwhere(~mask).tolist() for name, mask in kept.items() if not mask.all()}
+    assert left in ({}, {"a": [[0, 0]]}), left
+    return kept
+
+
+def of(found: Any, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.where(kept[name], values, 0.0) for name, values in found.items()}
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_options_crossed_from_a_random_state_and_resumed_both_ways(kind):
     whole = gradients(BEGUN + STEPS)
@@ -85,15 +106,17 @@ def test_options_crossed_from_a_random_state_and_resumed_both_ways(kind):
             tx, params, state = at(ours, optimizer, BEGUN)
             model, twin = copy.deepcopy((ours, optimizer))
             halfway, half = copy.deepcopy((ours, optimizer))
-            expected = torch_run(twin, model, rest)
-            assert parted(flax_run(tx, params, rest, state)[0], expected) < 1e-13, chosen
+            whole_run = torch_run(twin, model, rest)
+            kept = steady(optimizer, ours, rest, whole_run)
+            expected = of(whole_run, kept)
+            assert parted(of(flax_run(tx, params, rest, state)[0], kept), expected) < 1e-13, chosen
 
             torch_run(half, halfway, first)
             resumed = at(halfway, half, BEGUN + 50)
-            assert parted(last(flax_run(*resumed[:2], second, resumed[2])[0]), last(expected)) < 1e-13, chosen
+            assert parted(of(last(flax_run(*resumed[:2], second, resumed[2])[0]), kept), last(expected)) < 1e-13, chosen
 
             found, state = flax_run(tx, params, first, state)
             back = Torch({name: values[-1] for name, values in found.items()})
             fresh = getattr(optim, kind)(back.parameters(), **chosen)
             parity.transfer_optimizer(state, fresh, back, theirs, step=BEGUN + 50)
-            assert parted(last(torch_run(fresh, back, second)), last(expected)) < 1e-13, chosen
+            assert parted(of(last(torch_run(fresh, back, second)), kept), last(expected)) < 1e-13, chosen
