@@ -5,7 +5,7 @@ what was recorded in it. Callbacks out of one program would do the same, but on 
 themselves (seen with jax 0.10 from arrays of 2 MiB on).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,16 +40,17 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
     kept = {atom: keep(np.asarray(values[atom])) for atom in wanted if atom in values}
     # What has effects may write where nobody sees it from here.
     pieces = [list(jaxpr.eqns)] if jaxpr.effects else cut(alive(jaxpr), wanted)
+    last = {atom: number for number, piece in enumerate(pieces) for eqn in piece for atom in operands(eqn)}
+    programs: dict[Hashable, Any] = {}
     for number, piece in enumerate(pieces):
-        later = {atom for other in pieces[number + 1 :] for eqn in other for atom in operands(eqn)}
-        made = [out for eqn in piece for out in eqn.outvars if out in wanted or out in later]
-        results = run_piece(jaxpr, piece, made, values)
-        values = {atom: value for atom, value in values.items() if atom in later}
+        made = [out for eqn in piece for out in eqn.outvars if out in wanted or last.get(out, -1) > number]
+        results = run_piece(jaxpr, piece, made, values, programs)
+        values = {atom: value for atom, value in values.items() if last.get(atom, -1) > number}
         for atom in made:
             result = results.pop(0)
             if atom in wanted:
                 kept[atom] = keep(np.asarray(result))
-            if atom in later:
+            if last.get(atom, -1) > number:
                 values[atom] = result
     returned: list[Any] = list(jaxpr.outvars)
     outputs = [keep(literal(o)) if isinstance(o, Literal) else kept[o] for o in returned]
@@ -120,9 +121,37 @@ def operands(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
-def run_piece(jaxpr: Jaxpr, piece: list[JaxprEqn], made: list[Any], values: dict[Any, Any]) -> list[Any]:
-    """The values of `made`, as one compiled program."""
+def run_piece(
+    jaxpr: Jaxpr, piece: list[JaxprEqn], made: list[Any], values: dict[Any, Any], programs: dict[Hashable, Any]
+) -> list[Any]:
+    """The values of `made`, as one compiled program; layers of one form share it, by `programs`."""
     inputs = list(dict.fromkeys(atom for eqn in piece for atom in operands(eqn) if atom in values))
-    program = ClosedJaxpr(Jaxpr((), inputs, made, piece, jaxpr.effects, jaxpr.debug_info), ())
-    compiled = jax.jit(jaxpr_as_fun(program), compiler_options=QUICK.get(platform()))
+    form = form_of(piece, inputs, made)
+    compiled = programs.get(form)
+    if compiled is None:
+        program = ClosedJaxpr(Jaxpr((), inputs, made, piece, jaxpr.effects, jaxpr.debug_info), ())
+        compiled = jax.jit(jaxpr_as_fun(program), compiler_options=QUICK.get(platform()))
+        programs[form] = compiled
     return list(compiled(*(values[atom] for atom in inputs)))
+
+
+def form_of(piece: list[JaxprEqn], inputs: list[Any], made: list[Any]) -> Hashable:
+    """What two pieces share that are one program on other values; an object of its own if that cannot be told.
+
+    Programs inside, as of a function that is compiled by itself, count as one only where they are one object.
+    """
+    numbers = {atom: number for number, atom in enumerate(inputs)}
+    lines: list[Any] = [tuple(atom.aval for atom in inputs)]
+    for eqn in piece:
+        given = tuple(
+            (atom.aval, literal(atom).tobytes()) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars
+        )
+        numbers |= {out: len(numbers) + place for place, out in enumerate(eqn.outvars)}
+        lines.append((eqn.primitive, given, *eqn.params.items(), tuple(out.aval for out in eqn.outvars), eqn.ctx))
+    lines.append(tuple(numbers[atom] for atom in made))
+    form = tuple(lines)
+    try:
+        hash(form)
+    except TypeError:
+        return object()
+    return form

@@ -58,10 +58,10 @@ class Elementary(Shaken):
     def __init__(self, units: Mapping[str, float], dtype: str, seed: int):
         super().__init__({"float64": units[dtype]}, seed)
         self.unit, self.errors = units[dtype], FLOAT32_ERRORS if dtype == "float32" else {}
-        # Products of a half precision are added up in float32.
-        half = dtype in ("bfloat16", "float16")
-        self.running_sums = TOTALS if half else TOTALS + PRODUCTS
-        self.convolutions = () if half else CONVOLUTIONS
+        # Products of a half precision are added up in float32; the gradient of a bias that is added behind them is not.
+        self.half = dtype in ("bfloat16", "float16")
+        self.running_sums = TOTALS if self.half else TOTALS + PRODUCTS
+        self.convolutions = CONVOLUTIONS[1:] if self.half else CONVOLUTIONS
         self.table = written_out()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +101,8 @@ class Elementary(Shaken):
         """A convolution, or its gradients, with what rounding every partial sum adds.
 
         Outputs and the input's gradient add up over channels and the kernel, the kernel's gradient over the batch and all
-        positions: by far the longest of these sums.
+        positions: by far the longest of these sums. In half precision products are added up in float32, and the gradient of
+        the bias alone is rounded at each term, as where a port adds the bias behind.
         """
         if func is CONVOLUTIONS[0]:
             given, weight, _, *settings = args
@@ -109,11 +110,13 @@ class Elementary(Shaken):
             return result.add_(func(given, self.weighted(weight, kernel), None, *settings))
         above, given, weight, bias, *settings, wanted = args
         transposed, positions = settings[3], [0, *range(2, given.ndim)]
+        to_bias = func(self.weighted(above, positions), given, weight, bias, *settings, [False, False, wanted[2]])
+        if self.half:
+            return (*result[:2], result[2] if to_bias[2] is None else result[2].add_(to_bias[2]))
         kernel = [axis for axis in range(weight.ndim) if axis != (0 if transposed else 1)]
         to_input = func(above, given, self.weighted(weight, kernel), bias, *settings, [wanted[0], False, False])
         # The kernel of a transposed convolution meets each number that is given, that of another each that comes out.
         parts = (above, self.weighted(given, positions)) if transposed else (self.weighted(above, positions), given)
         to_weight = func(*parts, weight, bias, *settings, [False, wanted[1], False])
-        to_bias = func(self.weighted(above, positions), given, weight, bias, *settings, [False, False, wanted[2]])
         moves = (to_input[0], to_weight[1], to_bias[2])
         return tuple(one if move is None else one.add_(move) for one, move in zip(result, moves, strict=True))

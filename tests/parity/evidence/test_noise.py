@@ -105,6 +105,18 @@ def test_the_gradient_of_a_kernel_is_rounded_as_one_sum_over_batch_and_places(ma
     assert 1 < noise(back, "float32") < 10
 
 
+def test_the_gradient_of_a_convolutions_bias_is_one_sum_in_half_precision_too():
+    layer = nn.Conv2d(2, 3, 3, dtype=torch.float64)
+    ones = torch.ones(4, 2, 40, 40, dtype=torch.float64)
+
+    def back() -> torch.Tensor:
+        layer.zero_grad()
+        layer(ones).sum().backward()
+        return layer.bias.grad
+
+    assert noise(back, "bfloat16") > 8 and noise(back, "float32") > 8
+
+
 def test_of_a_convolution_without_gradients_of_all_only_those_that_are_wanted_are_rounded():
     layer = nn.Conv1d(2, 4, 3, groups=2, bias=False, dtype=torch.float64)
     with Elementary(UNIT, "float32", 0):
