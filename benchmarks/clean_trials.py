@@ -3,7 +3,8 @@
     python -m benchmarks.clean_trials --trials 10000 --seed 0 --out benchmarks/results/clean_trials.json
 
 A run that was stopped goes on where it was when it is given the same file. Every alarm is written down with its number;
-`--trial K` repeats it alone and prints the report.
+`--trial K` repeats it alone and prints the report. Several processes share a run by `--part 1/2` and `--part 2/2`, each
+with a file of its own; `--merge` adds those up.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import os
 import platform
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,11 +128,12 @@ def ratios(report: Report) -> dict[str, float]:
 # ---------------------------------------------------------------- the sum of all trials
 
 
-def empty_record(seed: int) -> dict[str, Any]:
+def empty_record(seed: int, part: str = "1/1") -> dict[str, Any]:
     """Nothing counted yet."""
     return {
         "command": "python -m benchmarks.clean_trials",
         "seed": seed,
+        "part": part,
         "code": fingerprint(),
         "versions": versions(),
         "trials": 0,
@@ -187,18 +190,54 @@ def versions() -> dict[str, str]:
     return found | {"jax": jax.__version__, "flax": parity.environment()["flax"], "machine": platform.machine()}
 
 
-def read_record(path: Path, seed: int) -> dict[str, Any]:
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of the parts of one run.
+
+    Raises:
+        InputError: they are not of one run, or one part is there twice.
+    """
+    for key in ("seed", "code", "versions"):
+        if any(record[key] != records[0][key] for record in records):
+            raise InputError(f"these are not of one run: {key} is {' and '.join(str(record[key]) for record in records)}")
+    parts = [record["part"] for record in records]
+    if len(set(parts)) != len(parts):
+        raise InputError(f"a part is there twice: {', '.join(parts)}")
+    found = empty_record(records[0]["seed"])
+    found |= {key: records[0][key] for key in ("code", "versions")}
+    for record in records:
+        found["trials"] += record["trials"]
+        found["seconds"] = round(found["seconds"] + record["seconds"], 2)
+        found["looks"] = [a + b for a, b in zip(found["looks"], record["looks"], strict=True)]
+        for key in ("outcomes", "dtypes"):
+            found[key] = dict(Counter(found[key]) + Counter(record[key]))
+        for pair, levels in record["pairs"].items():
+            known = found["pairs"].setdefault(pair, {})
+            for level, counts in levels.items():
+                known[level] = dict(Counter(known.get(level, {})) + Counter(counts))
+        for name, kept in record["ratios"].items():
+            known = found["ratios"][name]
+            known["histogram"] = [a + b for a, b in zip(known["histogram"], kept["histogram"], strict=True)]
+            if kept["trial"] is not None and kept["largest"] >= known["largest"]:
+                known["largest"], known["trial"] = kept["largest"], kept["trial"]
+    found["largest"] = sorted((one for r in records for one in r["largest"]), key=lambda one: -one["ratio"])[:LARGEST]
+    found["alarms"] = sorted((one for r in records for one in r["alarms"]), key=lambda one: one["trial"])
+    return found
+
+
+def read_record(path: Path, seed: int, part: str = "1/1") -> dict[str, Any]:
     """What a run that was stopped has counted.
 
     Raises:
-        InputError: it had another seed or other code.
+        InputError: it had another seed, was another part, or had other code.
     """
     if not path.exists():
-        return empty_record(seed)
+        return empty_record(seed, part)
     record = json.loads(path.read_text(encoding="utf-8"))
-    new = empty_record(seed)
+    new = empty_record(seed, part)
     unequal = [
-        f"{key} {record.get(key)!r}, now {new[key]!r}" for key in ("seed", "code", "versions") if record.get(key) != new[key]
+        f"{key} {record.get(key)!r}, now {new[key]!r}"
+        for key in ("seed", "part", "code", "versions")
+        if record.get(key) != new[key]
     ]
     if unequal:
         raise InputError(f"{path} was begun with {'; '.join(unequal)}: give --out another file, or remove this one")
@@ -215,10 +254,12 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 def run(
     record: dict[str, Any], upto: int, save: Callable[[], None], tell: Callable[[Trial], None], deadline: float = np.inf
 ) -> None:
-    """Go on until so many trials are counted, or the clock has reached the deadline."""
+    """Go on until all trials below `upto` that are in its part are counted, or the clock has reached the deadline."""
     seed, saved, current = record["seed"], time.monotonic(), -1
-    while record["trials"] < upto and time.monotonic() < deadline:
-        number = record["trials"]
+    part, parts = (int(number) for number in record["part"].split("/"))
+    numbers = [number for number in range(upto) if number // SHARED % parts == part - 1]
+    while record["trials"] < len(numbers) and time.monotonic() < deadline:
+        number = numbers[record["trials"]]
         if number // SHARED != current:
             clean_pairs.forget()
             current = number // SHARED
@@ -244,6 +285,8 @@ def main(
     ),
     trial: Annotated[int | None, typer.Option(help="one trial alone, with its report")] = None,
     minutes: Annotated[float, typer.Option(help="stop after so many; the file can be gone on with")] = np.inf,
+    part: Annotated[str, typer.Option(help="which part of the trials this process counts, such as 1/2")] = "1/1",
+    merge: Annotated[list[Path] | None, typer.Option(help="add up the files of all parts, and count nothing")] = None,
 ) -> None:
     """Count false alarms."""
     console = Console()
@@ -256,7 +299,10 @@ def main(
         console.print(f"{one.pair}, {program.shape}, {one.dtype}: {one.outcome} {one.ratios}", highlight=False)
         console.print(one.text or one.report, markup=False, highlight=False)
         raise typer.Exit(0 if one.outcome == "passed" else 1)
-    record = read_record(out, seed)
+    if merge:
+        write_record(out, merged([json.loads(path.read_text(encoding="utf-8")) for path in merge]))
+        raise typer.Exit(0)
+    record = read_record(out, seed, part)
     with progress_bar(console) as bar:
         task = bar.add_task("clean trials", total=trials, completed=record["trials"])
 
