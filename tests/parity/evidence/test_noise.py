@@ -495,3 +495,24 @@ def test_a_small_difference_is_found_after_the_second_look(monkeypatch, part):
     assert found is not None and found.path == ""
     # What parts by more than little is not looked at twice.
     assert bool(taken) == (part < 1e-6)
+
+
+def test_the_parts_of_a_run_add_up_to_the_whole(one_program, monkeypatch):
+    monkeypatch.setattr(clean_trials, "SHARED", 2)
+
+    def counted(part: str) -> dict:
+        record = clean_trials.empty_record(7, part)
+        clean_trials.run(record, 6, lambda: None, lambda _: None)
+        return record
+
+    whole, parts = counted("1/1"), [counted("1/2"), counted("2/2")]
+    assert [one["trials"] for one in parts] == [4, 2]
+    added = clean_trials.merged(parts)
+    changing = ("seconds", "ratios", "largest")
+    assert {k: v for k, v in added.items() if k not in changing} == {k: v for k, v in whole.items() if k not in changing}
+    assert added["ratios"]["identical"]["histogram"] == whole["ratios"]["identical"]["histogram"]
+    assert sorted(one["trial"] for one in added["largest"]) == sorted(one["trial"] for one in whole["largest"])
+    with pytest.raises(InputError, match="a part is there twice: 1/2, 1/2"):
+        clean_trials.merged([parts[0], parts[0]])
+    with pytest.raises(InputError, match="not of one run: seed is 7 and 8"):
+        clean_trials.merged([parts[0], clean_trials.empty_record(8, "2/2")])
