@@ -96,7 +96,8 @@ class Recording:
         def ask(model: Any, call: Call, *rest: Any, watch: Callable[..., Any] | None = None, **options: Any) -> Any:
             watchers: list[Any] = []
             # What is kept goes into the file, and is put aside nowhere else.
-            options.pop("keep", None)
+            for means in ("keep", "each"):
+                options.pop(means, None)
 
             def noted(names: dict[int, str]) -> Any:
                 assert watch is not None

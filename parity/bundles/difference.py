@@ -16,7 +16,7 @@ from parity.errors import InputError, NotRecordedError, listed
 from parity.evidence.calls import ModuleCall
 from parity.evidence.diff import compare_arrays
 from parity.evidence.input_sets import InputSet
-from parity.evidence.ladder import floats, magnitudes
+from parity.evidence.ladder import magnitudes
 from parity.evidence.numerics import PRECISION_RULE, UNIT, finite_scale, largest_gap, semantics_bound, wide
 from parity.evidence.result import ArrayDiff, Diff, Report
 from parity.evidence.sampling import at_same_places, shape_of
@@ -196,7 +196,7 @@ class OneRecording(Replayed):
         }
         found["output in float64"] = {
             path: Known(array, bound(native.outputs.get(path), array, own=self.own_noise("outputs", path)))
-            for path, array in floats(whole)
+            for path, array in whole.floats.items()
         }
         scales = magnitudes(whole.gradients)
         found["gradient of"] = {

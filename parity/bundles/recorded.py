@@ -217,7 +217,9 @@ class Recorded(Tree):
         """The calls of all modules; `keep` puts nothing aside that lies in the file already."""
         return list(self.answered("observe", call, (), options))
 
-    def capture(self, value: Any, call: Call, *, keep: Any = None, **options: Any) -> tuple[Evaluation, list[Captured]]:
+    def capture(
+        self, value: Any, call: Call, *, keep: Any = None, each: Any = None, **options: Any
+    ) -> tuple[Evaluation, list[Captured]]:
         """What every module returned, and the model; `keep` puts nothing aside that lies in the file already."""
         calls = self.observe(value, call, **options)
         records = [

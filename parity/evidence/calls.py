@@ -55,6 +55,11 @@ class Evaluation:
     attributes: tuple[str, ...] = ()
     buffers: dict[str, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def floats(self) -> dict[str, np.ndarray]:
+        """The outputs that are floating point arrays."""
+        return {p: a for p, a in self.outputs.items() if isinstance(a, np.ndarray) and "float" in str(a.dtype)}
+
 
 @dataclass(frozen=True)
 class Abstract:

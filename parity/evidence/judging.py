@@ -1,6 +1,6 @@
 """What differs in a call that was run alone, beyond what rounding explains."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from parity.evidence.numerics import (
     finite_scale,
     same_specials,
     semantics_bounds,
+    wide,
 )
 from parity.evidence.subject import Subject
 from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like, regrouped
@@ -145,8 +146,7 @@ def bound(noise: Any, expected: np.ndarray, shaken: Sequence[np.ndarray] = ()) -
 
 
 def in_parts(array: np.ndarray) -> np.ndarray:
-    """The array in float64, complex numbers as real and imaginary part on a last axis."""
-    wide: Callable[[np.ndarray], np.ndarray] = lambda a: np.asarray(a).astype(np.float64)  # noqa: E731
+    """The array in float64, complex numbers as real and imaginary part on a last axis; only to be read."""
     return np.stack([wide(array.real), wide(array.imag)], axis=-1) if array.dtype.kind == "c" else wide(array)
 
 

@@ -229,7 +229,7 @@ def identical(subject: Subject) -> LevelResult:
     if stopped:
         return LevelResult("identical", "not run", stopped)
     results, findings = [], []
-    for path, oracle in floats(subject.torch_wide):
+    for path, oracle in subject.torch_wide.floats.items():
         actual = subject.flax_wide.outputs.get(path)
         where = f"output {path}" if path else "output"
         if not comparable(actual, oracle):
@@ -378,15 +378,11 @@ NOTHING_TO_WIDEN = "nothing that the models are given or hold is a floating poin
 def only_whole_numbers(subject: Subject) -> bool:
     """Whether floating point outputs come of ids, flags and lengths alone: no run in another dtype is another run."""
     held = [leaf for leaf in subject.torch.leaves(subject.torch_model) if "float" in leaf.dtype]
-    return bool(floats(subject.torch_native)) and not held and not subject.call.castable
+    return bool(subject.torch_native.floats) and not held and not subject.call.castable
 
 
 def numbers(run: Evaluation) -> bool:
     return any(isinstance(array, np.ndarray) and array.size for array in run.outputs.values())
-
-
-def floats(run: Evaluation) -> list[tuple[str, np.ndarray]]:
-    return [(p, a) for p, a in run.outputs.items() if isinstance(a, np.ndarray) and "float" in str(a.dtype)]
 
 
 def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) -> LevelResult:
@@ -396,15 +392,15 @@ def native(subject: Subject, *, modes: tuple[str, ...] = ("compiled", "eager")) 
     except Exception as error:
         return LevelResult("native", "not run", f"no float64 oracle: {type(error).__name__}: {first_line(error)}")
     findings, notes = unequal_integers(subject)
-    if not floats(oracle) and not findings:
+    if not oracle.floats and not findings:
         what = "the torch model returns no floating point numbers"
         return LevelResult("native", "not applicable", what, notes=tuple(notes))
-    if not findings and not any(a.size for _, a in floats(oracle)):
+    if not findings and not any(a.size for a in oracle.floats.values()):
         return LevelResult("native", "not applicable", "the models return no numbers", notes=tuple(notes))
     worst, measured = 0.0, 0
     for mode in modes:
         run = subject.flax_native if mode == "compiled" else subject.flax_eager
-        for path, expected in floats(oracle):
+        for path, expected in oracle.floats.items():
             actual = run.outputs.get(path)
             where = f"output {path} ({mode})" if path else f"output ({mode})"
             if not comparable(actual, expected):

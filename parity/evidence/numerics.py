@@ -87,8 +87,8 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """The array in float64."""
-    return np.asarray(array).astype(np.float64)
+    """The array in float64, itself if it is so already: only to be read."""
+    return np.asarray(array).astype(np.float64, copy=False)
 
 
 def comparable(actual: Any, expected: np.ndarray) -> TypeGuard[np.ndarray]:
@@ -98,14 +98,9 @@ def comparable(actual: Any, expected: np.ndarray) -> TypeGuard[np.ndarray]:
     return (actual.dtype.kind == "c") == (expected.dtype.kind == "c")
 
 
-def as_wide(array: np.ndarray) -> np.ndarray:
-    """The array in float64, itself if it is so already: only to be read."""
-    return np.asarray(array).astype(np.float64, copy=False)
-
-
 def finite_scale(array: np.ndarray) -> float:
     """Largest finite magnitude, 0 if there is none."""
-    values = np.abs(as_wide(array))
+    values = np.abs(wide(array))
     # NaN and infinity go through a maximum, so that only arrays that hold one are looked through.
     largest = float(values.max(initial=0.0))
     if np.isfinite(largest):
@@ -136,7 +131,7 @@ def alike(array: np.ndarray) -> list[Any]:
 
 def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference where both are finite, 0 if they are nowhere."""
-    a, b = as_wide(actual), as_wide(expected)
+    a, b = wide(actual), wide(expected)
     with np.errstate(over="ignore", invalid="ignore"):
         largest = float(np.abs(a - b).max(initial=0.0))
     if np.isfinite(largest):
@@ -148,7 +143,7 @@ def largest_gap(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def same_specials(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Where NaN and infinities agree: both NaN, both the same infinity, or both finite."""
-    a, b = as_wide(actual), as_wide(expected)
+    a, b = wide(actual), wide(expected)
     if a.shape == b.shape and np.isfinite(a).all() and np.isfinite(b).all():
         return np.ones(a.shape, bool)
     return (np.isnan(a) == np.isnan(b)) & ((np.isinf(a) == np.isinf(b)) & (~np.isinf(a) | (a == b)))
@@ -168,8 +163,12 @@ def semantics_bound(torch32: np.ndarray, torch64: np.ndarray, scale: float | Non
         scale: magnitude of the values; None takes the largest of `torch64`.
         own: largest difference from it of torch's results in float64 on numbers moved by at most half a float64 ulp.
     """
-    scale = finite_scale(torch64) if scale is None else scale
-    noise = min(largest_gap(torch32, torch64), scale if scale else np.inf)
+    return rounding(largest_gap(torch32, torch64), finite_scale(torch64) if scale is None else scale, own)
+
+
+def rounding(noise: float, scale: float, own: float = 0.0) -> float:
+    """`semantics_bound` of values of which torch's largest float32 noise and the magnitude are known."""
+    noise = min(noise, scale if scale else np.inf)
     return SEMANTICS_FACTOR * (FLOAT32_TO_FLOAT64 * noise + UNIT["float64"] * scale + own)
 
 

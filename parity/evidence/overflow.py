@@ -33,10 +33,14 @@ def left_range(subject: Subject, path: str, actual: np.ndarray) -> np.ndarray | 
         return None
     if oracle.shape != native.shape or finite_scale(oracle) < NEAR * largest(str(native.dtype)):
         return None
-    finite = np.isfinite(oracle)
-    if not (finite & ~np.isfinite(wide(native))).any():
+    if not overflown(native, oracle).any():
         return None
-    return finite & ~(np.isfinite(wide(native)) & np.isfinite(wide(actual)))
+    return overflown(native, oracle) | overflown(actual, oracle)
+
+
+def overflown(own: np.ndarray, oracle: np.ndarray) -> np.ndarray:
+    """Where a value is finite in float64 and not in the dtype of a run."""
+    return np.isfinite(wide(oracle)) & ~np.isfinite(wide(own))
 
 
 def largest(dtype: str) -> float:
@@ -57,9 +61,5 @@ def overflows(subject: Subject) -> int:
     """
     native, wide_run = subject.torch_native, subject.torch_wide
     pairs = [(native.gradients[path], oracle) for path, oracle in wide_run.gradients.items() if path in native.gradients]
-    pairs += [
-        (native.outputs[path], oracle)
-        for path, oracle in wide_run.outputs.items()
-        if isinstance(oracle, np.ndarray) and "float" in str(oracle.dtype)
-    ]
-    return sum(int((np.isfinite(wide(oracle)) & ~np.isfinite(wide(own))).sum()) for own, oracle in pairs)
+    pairs += [(native.outputs[path], oracle) for path, oracle in wide_run.floats.items()]
+    return sum(int(overflown(own, oracle).sum()) for own, oracle in pairs)

@@ -8,31 +8,44 @@ import numpy as np
 
 # Bytes that stay in memory: small models never touch the disk.
 ROOM = 16 * 2**20
+# So many times as much for a run that is compared while it comes in: what a layer is given waits for what it returns, and is
+# gone then. Of an encoder with 100 million parameters that is 50 MiB (benchmarks/compare_scale.py).
+PASSING = 3
 
 
 class Shelf:
     """Puts arrays aside; they come back bit for bit.
 
     What does not fit into the room in memory goes to one temporary file without a name, which is gone with the shelf
-    and all that lies on it. If the disk is full, arrays stay in memory.
+    and all that lies on it. If the disk is full, arrays stay in memory. Room is free again once nobody has an array.
+
+    Args:
+        room: how many times `ROOM` it has.
 
     Attributes:
         held: bytes of the arrays that are in memory.
         written: bytes of those in the file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 1) -> None:
+        self.room = room * ROOM
         self.held = self.written = 0
         self.file: BinaryIO | None = None
 
     def put(self, array: np.ndarray) -> "Shelved":
-        """An array put aside, as it is now: who gave it may write into it afterwards."""
-        if self.held + array.nbytes > ROOM:
+        """An array put aside, as it is now: who gave it may write into it afterwards, but nobody into one of jax."""
+        if self.held + array.nbytes > self.room:
             start = self.write(np.ascontiguousarray(array))
             if start is not None:
                 return Shelved(self, array.shape, array.dtype, start)
         self.held += array.nbytes
-        return Shelved(self, array.shape, array.dtype, array=np.array(array))
+        kept = Shelved(self, array.shape, array.dtype, array=copied(array) if array.flags.writeable else array)
+        weakref.finalize(kept, self.gone, array.nbytes)
+        return kept
+
+    def gone(self, size: int) -> None:
+        """An array in memory that nobody has any more."""
+        self.held -= size
 
     def write(self, array: np.ndarray) -> int | None:
         """Append an array to the file; returns where it begins, or None if it cannot be written."""

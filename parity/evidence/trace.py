@@ -1,7 +1,7 @@
 """Outputs of every module on both sides, paired by path, and the first place where they part."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,13 +12,15 @@ from parity.evidence.calls import Captured
 from parity.evidence.conventions import USUAL, Convention, convention
 from parity.evidence.judging import in_parts, swallowed
 from parity.evidence.numerics import (
+    APART,
     SEMANTICS_FACTOR,
     UNIT,
-    alike,
     finite_scale,
     largest_gap,
+    rounding,
     same_specials,
     semantics_bound,
+    wide,
     worst_part,
 )
 from parity.evidence.operations import isolated
@@ -26,10 +28,9 @@ from parity.evidence.partners import known_names
 from parity.evidence.pictures import Picture, picture
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.sampling import Sample, at_same_places, shape_of
-from parity.evidence.shelf import Shelf
+from parity.evidence.shelf import PASSING, Shelf
 from parity.evidence.subject import Subject
 from parity.evidence.trial import broadcasts_alike, is_array
-from parity.weights.paths import Rename
 
 # Cosine above which two arrays are taken for the same values in another order of axes.
 ALIKE = 0.7
@@ -38,6 +39,8 @@ LOOKED_AT = 2**14
 # Times what rounding explains by torch's float32 noise. A recurrent net that doubles what goes in at each step, and so its
 # rounding, was seen at 7 (benchmarks/clean_trials.py).
 DOUBTFUL = 1e3
+# Values that are looked at together, few enough to stay near the processor.
+BLOCK = 2**16
 # Values of an output that agrees of which a picture is drawn; one that differs is drawn whatever its size.
 DRAWN = 2**17
 
@@ -84,23 +87,18 @@ def trace_subject(subject: Subject) -> Trace:
             _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64", keep=shelf.put)
     except Exception as error:
         raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
+    desk = Desk(subject, expected, plain)
     try:
-        actual = flax_modules(subject, shelf)
+        actual = flax_modules(subject, desk)
     except NotRecordedError:
         raise
     except Exception as error:
         what = f"Flax raises {type(error).__name__}: {first_line(error)}"
         return Trace((Step("", 0, False, divergence=Divergence("", 0, "", None, reason=what)),))
-    # In the direction in which its keys fit torch's names, as in the transfer.
-    renames = subject.pairing.renames
-    wanted = {renames.apply(c.path)[0] for c in expected}
-    names = known_names(subject, wanted)
-    actual = [replace(c, path=shared_name(c.path, wanted, names)) for c in actual]
-    desk = Desk(subject, lambda path: shared_name(path, wanted, names))
-    steps, unpaired = paired(expected, plain, actual, renames, desk)
+    steps, unpaired = paired(expected, plain, actual, desk)
     if any(doubtful(step) for step in steps):
         # A second look, as at the level `identical`: it costs four runs, so only what little parts is looked at twice.
-        steps, _ = paired(expected, plain, actual, renames, desk, shaken(subject, shelf))
+        steps, _ = paired(expected, plain, actual, desk, shaken(subject, shelf))
     return Trace(settled(steps), unpaired)
 
 
@@ -117,30 +115,67 @@ def shaken(subject: Subject, shelf: Shelf) -> list[list[Captured]]:
         return []
 
 
-def flax_modules(subject: Subject, shelf: Shelf) -> list[Captured]:
-    """What every module returned; of the model alone where modules run inside a transformation of jax."""
+def flax_modules(subject: Subject, desk: "Desk") -> list[Captured]:
+    """What every module returned, by torch's paths; of the model alone where modules run inside a transformation of jax."""
     try:
-        return subject.flax.capture(subject.flax_model, subject.call, dtype="float64", keep=shelf.put)[1]
+        # Compared while it comes in: only what differs is put aside.
+        keep = Shelf(PASSING).put
+        found = subject.flax.capture(subject.flax_model, subject.call, dtype="float64", keep=keep, each=desk.arrived)[1]
     except NotRecordedError:
         raise
     except Exception:
         run = subject.flax.evaluate(subject.flax_model, subject.call, dtype="float64", quick=True)
         return [Captured("", 0, run.outputs)]
-
-
-def shared_name(path: str, wanted: Container[str], names: Mapping[str, str]) -> str:
-    """The path by which torch knows a Flax module of several paths."""
-    return path if path in wanted else names.get(path, path)
+    return [replace(one, path=desk.known(one.path)) for one in found]
 
 
 class Desk:
-    """Lays what one pair of calls recorded side by side; only there its arrays are in memory."""
+    """Lays what one pair of calls recorded side by side; only there its arrays are in memory.
 
-    def __init__(self, subject: Subject, known: Callable[[str], str]):
-        self.blank = subject.padding.modules
-        renames = subject.pairing.renames
-        self.torch_layers = {renames.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
-        self.flax_layers = {known(layer.path): layer for layer in subject.flax.layers(subject.flax_model)}
+    Args:
+        subject: the pair of models.
+        expected: torch's calls in float64.
+        plain: the same in the models' dtype.
+
+    Attributes:
+        rename: torch's paths in Flax's words, in the direction in which Flax's keys fit torch's names, as in the transfer.
+        agreed: the steps of the calls that agreed when they came in, by Flax's path and call.
+    """
+
+    def __init__(self, subject: Subject, expected: Sequence[Captured], plain: Sequence[Captured]):
+        self.blank, self.rename = subject.padding.modules, subject.pairing.renames
+        self.wanted = {self.rename.apply(one.path)[0] for one in expected}
+        self.names = known_names(subject, self.wanted)
+        self.torch_layers = {self.rename.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
+        self.flax_layers = {self.known(layer.path): layer for layer in subject.flax.layers(subject.flax_model)}
+        noise = {(one.path, one.call): one for one in plain}
+        self.partners: dict[tuple[str, int], tuple[Captured, Captured]] = {}
+        for mine in expected:
+            if (mine.path, mine.call) in noise:
+                key = self.rename.apply(mine.path)[0], mine.call
+                self.partners.setdefault(key, (mine, noise[mine.path, mine.call]))
+        self.agreed: dict[tuple[str, int], Step] = {}
+
+    def known(self, path: str) -> str:
+        """The path by which torch knows a Flax module of several paths."""
+        return path if path in self.wanted else self.names.get(path, path)
+
+    def arrived(self, one: Captured) -> Captured:
+        """A call of Flax's, without its arrays if they agree with torch's."""
+        key = self.known(one.path), one.call
+        # Of two modules that torch knows by one path the last counts.
+        self.agreed.pop(key, None)
+        if key not in self.partners:
+            return one
+        try:
+            step = compare_step(*self.lay(*self.partners[key], replace(one, path=key[0])), None)
+        except Exception:
+            # It is compared again where nobody takes that for an error of the model.
+            return one
+        if not step.agrees:
+            return one
+        self.agreed[key] = step
+        return Captured(one.path, one.call, {})
 
     def lay(self, *records: Captured, inputs: bool = False) -> tuple[Captured, Captured, Captured]:
         """Torch's call, its run in the models' dtype, and Flax's, as they are compared: padding blank, axes as in torch."""
@@ -197,7 +232,6 @@ def paired(
     expected: list[Captured],
     plain: list[Captured],
     actual: list[Captured],
-    rename: Rename,
     desk: Desk,
     shaken: Sequence[list[Captured]] = (),
 ) -> tuple[tuple[Step, ...], tuple[str, ...]]:
@@ -211,7 +245,7 @@ def paired(
     unpaired: list[str] = []
     between: list[str] = []
     for mine in expected:
-        path = rename.apply(mine.path)[0]
+        path = desk.rename.apply(mine.path)[0]
         other = theirs.pop((path, mine.call), None)
         if other is not None and calls[mine.path] != their_calls[path]:
             # A call that ran inside a transformation goes unseen, so call 1 here may be call 2 there.
@@ -227,8 +261,10 @@ def paired(
             between.append(mine.path)
             continue
         own = noise[(mine.path, mine.call)]
-        runs = [run[key].taken(inputs=False) for run in moved if (key := (mine.path, mine.call)) in run]
-        step = compare_step(*desk.lay(mine, own, other), last, desk.blank(runs))
+        step = desk.agreed.get((path, mine.call))
+        if step is None:
+            runs = [run[key].taken(inputs=False) for run in moved if (key := (mine.path, mine.call)) in run]
+            step = compare_step(*desk.lay(mine, own, other), last, desk.blank(runs))
         if step.divergence:
             same = inputs_agree(*desk.lay(mine, own, other, inputs=True))
             told = replace(step.divergence, inputs=same, between=tuple(between))
@@ -324,12 +360,12 @@ def compare_output(
         return None, 0.0
     if shape_of(mine) != shape_of(theirs):
         return reason(f"expected (torch) shape {shape_of(mine)}, actual (flax) {shape_of(theirs)}")
+    ratio = agreement(*at_places(theirs, mine, plain.outputs[name]))
+    if ratio is not None:
+        return None, ratio
     a, b, own = judged_values(theirs, mine, plain.outputs[name])
     if a.shape != b.shape:
         return reason(f"expected (torch) {mine.dtype}, actual (flax) {theirs.dtype}")
-    ratio = agreement(a, b, own)
-    if ratio is not None:
-        return None, ratio
     if not same_specials(a, b).all():
         at = tuple(int(i) for i in np.argwhere(~same_specials(a, b))[0])
         text = f"NaN or infinity on one side only, first at {at}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}"
@@ -337,10 +373,10 @@ def compare_output(
     result, where = worst_part(a, b, lambda part: semantics_bound(own[part], b[part]))
     runs = [at_same_places(run.outputs[name], mine)[0] for run in shaken if name in run.outputs]
     if runs and not (result.zero or result.ratio <= 1):
-        wide = [in_parts(run) for run in runs]
+        moved = [in_parts(run) for run in runs]
 
         def loose(part: Any) -> float:
-            return semantics_bound(own[part], b[part], None, max(largest_gap(run[part], b[part]) for run in wide))
+            return semantics_bound(own[part], b[part], None, max(largest_gap(run[part], b[part]) for run in moved))
 
         again, there = worst_part(a, b, loose)
         if not swallowed(result.ratio * result.bound, result.bound, again.bound):
@@ -364,14 +400,22 @@ def compare_output(
 def agreement(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> float | None:
     """The largest difference over what rounding explains, if a look at the whole shows that it is no more than that.
 
-    Most outputs of a large model agree, and need none of the figures that a difference is told with.
+    Most outputs of a large model agree, and need none of the figures that a difference is told with. They are looked at
+    block by block: of arrays as large as theirs nothing else is made.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        gap = float(np.abs(actual - expected).max(initial=0.0))
-    # Infinity or NaN on any side goes through the maximum.
-    if not np.isfinite(gap) or alike(expected) != [...]:
+    if any(array.dtype.kind == "c" or array.shape != expected.shape for array in (actual, expected, plain)):
         return None
-    bound = semantics_bound(plain, expected)
+    flat = [array.reshape(-1) for array in (actual, expected, plain)]
+    gap = noise = scale = 0.0
+    for start in range(0, expected.size, BLOCK):
+        theirs, mine, own = (wide(array[start : start + BLOCK]) for array in flat)
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = [float(np.abs(values).max()) for values in (theirs - mine, own - mine, mine)]
+        # Infinity or NaN on any side goes through the maximum; a value that stands far out is judged apart from the others.
+        if not np.isfinite(found).all() or found[2] >= APART:
+            return None
+        gap, noise, scale = (max(pair) for pair in zip((gap, noise, scale), found, strict=True))
+    bound = rounding(noise, scale)
     return gap / bound if bound > 0 and gap <= bound else 0.0 if not gap else None
 
 
@@ -381,10 +425,16 @@ def spot(mine: np.ndarray, theirs: np.ndarray, at: tuple[int, ...]) -> tuple[int
     return at if kept is None else tuple(int(i) for i in np.unravel_index(int(kept.at[at[0]]), kept.whole))
 
 
-def judged_values(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values of one place in float64, all of them or those that a recording keeps."""
+def at_places(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values of one place, all of them or those that a recording keeps."""
     theirs, mine = at_same_places(actual, expected)
     noise, _ = at_same_places(plain, actual if isinstance(actual, Sample) else expected)
+    return theirs, mine, noise
+
+
+def judged_values(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same in float64."""
+    theirs, mine, noise = at_places(actual, expected, plain)
     return in_parts(theirs), in_parts(mine), in_parts(noise)
 
 

@@ -5,7 +5,8 @@ what was recorded in it. Callbacks out of one program would do the same, but on 
 themselves (seen with jax 0.10 from arrays of 2 MiB on).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,12 @@ from parity.frameworks.jax.running import QUICK, platform
 PIECE = 16 * 2**20
 
 
-def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np.ndarray], Any]) -> Any:
+def in_pieces(
+    body: Callable[..., Any],
+    given: Sequence[Any],
+    keep: Callable[[np.ndarray], Any],
+    take: Callable[[int, Any], bool] = lambda place, one: False,
+) -> Any:
     """Run a function whose results are arrays, each handed on as soon as its piece is through.
 
     Args:
@@ -29,6 +35,8 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
         given: its arguments.
         keep: gets each result in NumPy, in jax's memory where it can be read there: what it keeps of it it copies. One that
             is returned several times it gets once.
+        take: gets what `keep` made of a result, with its place among the leaves that `body` returns, and says whether it
+            takes it: then nothing is held of it here, and None stands in its place.
 
     Returns:
         What `keep` made of them, in the tree that `body` returns.
@@ -36,8 +44,22 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
     traced, shapes = jax.make_jaxpr(body, return_shape=True)(*given)
     jaxpr = traced.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.consts, *jax.tree.leaves(tuple(given))), strict=True))
-    wanted = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    kept = {atom: keep(np.asarray(values[atom])) for atom in wanted if atom in values}
+    wanted: dict[Any, list[int]] = {}
+    outputs: list[Any] = [None] * len(jaxpr.outvars)
+
+    def arrived(array: Any, places: list[int]) -> None:
+        one = keep(np.asarray(array))
+        for place in places:
+            outputs[place] = None if take(place, one) else one
+
+    for place, atom in enumerate(jaxpr.outvars):
+        if isinstance(atom, Literal):
+            arrived(literal(atom), [place])
+        else:
+            wanted.setdefault(atom, []).append(place)
+    for atom, places in wanted.items():
+        if atom in values:
+            arrived(values[atom], places)
     # What has effects may write where nobody sees it from here.
     pieces = [list(jaxpr.eqns)] if jaxpr.effects else cut(alive(jaxpr), wanted)
     last = {atom: number for number, piece in enumerate(pieces) for eqn in piece for atom in operands(eqn)}
@@ -49,11 +71,9 @@ def in_pieces(body: Callable[..., Any], given: Sequence[Any], keep: Callable[[np
         for atom in made:
             result = results.pop(0)
             if atom in wanted:
-                kept[atom] = keep(np.asarray(result))
+                arrived(result, wanted[atom])
             if last.get(atom, -1) > number:
                 values[atom] = result
-    returned: list[Any] = list(jaxpr.outvars)
-    outputs = [keep(literal(o)) if isinstance(o, Literal) else kept[o] for o in returned]
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
@@ -66,34 +86,58 @@ class Records:
     """What a function's body records, as arrays that a program can return and the names under which they are told.
 
     A body may be traced more than once; each time it begins anew, by `clear`.
+
+    Args:
+        each: gets every record as soon as its last array is there; what it returns stands in its place.
     """
 
-    def __init__(self) -> None:
-        self.order: list[tuple[str, int, str | int, Any]] = []
+    def __init__(self, each: Callable[[Captured], Captured] | None = None) -> None:
+        self.each = each or (lambda record: record)
+        self.clear()
 
     def clear(self) -> None:
         """Begin anew."""
-        self.order.clear()
+        self.found: dict[tuple[str, int], Captured] = {}
+        self.places: list[tuple[tuple[str, int], str | int]] = []
+        self.missing: Counter[tuple[str, int]] = Counter()
 
     def arrays(self, records: Iterable[tuple[str, int, Mapping[str | int, Any]]]) -> list[Any]:
         """The arrays of records by path, call and name, in order. Outputs are named by their path, inputs by position."""
         found: list[Any] = []
         for path, call, values in records:
+            key = path, call
+            self.found.setdefault(key, Captured(path, call, {}))
             for name, value in values.items():
-                self.order.append((path, call, name, None if is_array(value) else value))
-                found.append(value if is_array(value) else None)
+                # Holds its place among the outputs.
+                self.put(key, name, None if is_array(value) else value)
+                if is_array(value):
+                    self.places.append((key, name))
+                    self.missing[key] += 1
+                    found.append(value)
         return found
 
-    def captured(self, arrays: Sequence[Any]) -> list[Captured]:
-        """The records with what became of their arrays."""
-        found: dict[tuple[str, int], Captured] = {}
-        for (path, call, name, static), array in zip(self.order, arrays, strict=True):
-            one = found.setdefault((path, call), Captured(path, call, {}))
-            if isinstance(name, int):
-                one.inputs[name] = array
-            else:
-                one.outputs[name] = static if array is None else array
-        return list(found.values())
+    def put(self, key: tuple[str, int], name: str | int, value: Any) -> None:
+        record = self.found[key]
+        if isinstance(name, int):
+            record.inputs[name] = value
+        else:
+            record.outputs[name] = value
+
+    def take(self, place: int, one: Any) -> bool:
+        """Put what became of one of `arrays` on its record; False if there are not as many."""
+        if place >= len(self.places):
+            return False
+        key, name = self.places[place]
+        self.put(key, name, one)
+        self.missing[key] -= 1
+        if not self.missing[key]:
+            self.found[key] = self.each(self.found[key])
+        return True
+
+    @property
+    def captured(self) -> list[Captured]:
+        """The records, in the order in which they were made."""
+        return list(self.found.values())
 
 
 def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
@@ -101,7 +145,7 @@ def held(leaf: Any, keep: Callable[[np.ndarray], Any]) -> Any:
     return keep(np.asarray(leaf)) if is_array(leaf) else leaf
 
 
-def cut(equations: list[JaxprEqn], wanted: set[Any]) -> list[list[JaxprEqn]]:
+def cut(equations: list[JaxprEqn], wanted: Container[Any]) -> list[list[JaxprEqn]]:
     """The same in pieces, of which none but the last returns less than `PIECE` bytes of results."""
     pieces, size = [list[JaxprEqn]()], 0
     for eqn in equations:

@@ -29,6 +29,7 @@ def capture(
     dtype: str | None = None,
     reseed: int = 0,
     keep: Callable[[np.ndarray], Any] = copied,
+    each: Callable[[Captured], Captured] | None = None,
 ) -> tuple[Evaluation, list[Captured]]:
     """Run a model once, compiled, and record every submodule's output, in the order in which they finish.
 
@@ -42,11 +43,12 @@ def capture(
         reseed: as of `evaluate`.
         keep: gets every array soon after its module returns; what it returns stands on the record. A model that cannot
             be compiled is recorded whole before.
+        each: gets every record as soon as it is complete; what it returns stands in its place, also of the model's own.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         program, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest["rngs"] = reseeded(rest["rngs"], reseed) if reseed else rest["rngs"]
-        kept = Records()
+        kept = Records(each)
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
             kept.clear()
@@ -57,13 +59,12 @@ def capture(
 
         given = parameters, rest, arguments.values, arguments.others
         try:
-            arrays = in_pieces(body, given, keep)
+            in_pieces(body, given, keep, kept.take)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             # A model that decides by values cannot be compiled.
-            arrays = [held(leaf, keep) for leaf in body(*given)]
-        captured = kept.captured(arrays)
-    whole = {(one.path, one.call): one for one in captured}["", 0]
-    return Evaluation(dict(whole.outputs)), captured
+            for place, leaf in enumerate(body(*given)):
+                kept.take(place, held(leaf, keep))
+    return Evaluation(dict(kept.found["", 0].outputs)), kept.captured
 
 
 def given_and_returned(args: tuple[Any, ...], output: Any) -> dict[str | int, Any]:

@@ -27,6 +27,7 @@ def capture(
     dtype: str | None = None,
     reseed: int = 0,
     keep: Callable[[np.ndarray], Any] = copied,
+    each: Callable[[Captured], Captured] | None = None,
 ) -> tuple[Evaluation, list[Captured]]:
     """Run a model once, compiled, and record every submodule's output, in the order in which they finish.
 
@@ -39,11 +40,12 @@ def capture(
         reseed: as of `evaluate`.
         keep: gets every array soon after its module returns; what it returns stands on the record. A model that cannot
             be compiled is recorded whole before.
+        each: gets every record as soon as it is complete; what it returns stands in its place.
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, parameters, rest, arguments = prepare(model, call, dtype, None)
         rest = reseeded(rest, reseed) if reseed else rest
-        kept = Records()
+        kept = Records(each)
 
         def body(parameters: Any, rest: Any, values: Any, others: Any) -> Any:
             kept.clear()
@@ -53,17 +55,18 @@ def capture(
             )
             with recording(model) as records:
                 output = model(*args, **kwargs)
-            return dict(flatten(output, is_array)), kept.arrays(records)
+            return kept.arrays(records), dict(flatten(output, is_array))
 
         given = parameters, rest, arguments.values, arguments.others
         try:
-            outputs, arrays = in_pieces(body, given, keep)
+            _, outputs = in_pieces(body, given, keep, kept.take)
         except (jax.errors.UnexpectedTracerError, TypeError):
             # Inside an inner jit or scan, what was recorded cannot leave it; nor can a result that is no array, as a string.
-            outputs, arrays = body(*given)
+            arrays, outputs = body(*given)
+            for place, leaf in enumerate(arrays):
+                kept.take(place, held(leaf, keep))
             outputs = {path: held(leaf, keep) for path, leaf in outputs.items()}
-            arrays = [held(leaf, keep) for leaf in arrays]
-    return Evaluation(outputs), kept.captured(arrays)
+    return Evaluation(outputs), kept.captured
 
 
 @contextlib.contextmanager

@@ -27,10 +27,10 @@ class Mode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__torch_dispatch__" in vars(cls):
-            setattr(cls, "__torch_dispatch__", uncompiled(vars(cls)["__torch_dispatch__"]))  # noqa: B010
+            setattr(cls, "__torch_dispatch__", never_compiled(vars(cls)["__torch_dispatch__"]))  # noqa: B010
 
 
-def uncompiled(method: Any) -> Any:
+def never_compiled(method: Any) -> Any:
     """The method, hidden from torch's compiler as soon as that is there."""
     hidden = functools.cache(lambda: torch.compiler.disable(method))
 

@@ -386,7 +386,7 @@ def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
     return {path: leaf.dtype for path, leaf in outputs.items() if isinstance(leaf, Abstract)}
 
 
-def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def as_written(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let what torch.compile made run as it was written: compiling for what does not fit writes tracebacks to the screen."""
     found = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
     return torch.compiler.set_stance("force_eager") if found else contextlib.nullcontext()
@@ -395,7 +395,7 @@ def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:
     """What a model does with arguments, without computing: the error, or the shapes of its outputs."""
     try:
-        with uncompiled(model):
+        with as_written(model):
             outputs = evaluate(model, call, dtype=dtype, meta=True).outputs
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"

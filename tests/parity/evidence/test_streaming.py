@@ -15,8 +15,8 @@ from flax import nnx
 from torch import nn
 
 import parity
-from parity.evidence import shelf
-from parity.evidence.calls import Call
+from parity.evidence import shelf, trace
+from parity.evidence.calls import Call, Captured
 from parity.evidence.isolation import Isolator
 from parity.evidence.subject import Subject
 from parity.frameworks import load
@@ -99,6 +99,73 @@ def test_streamed_rows_are_those_of_a_trace_in_memory(fault: int | None, monkeyp
     assert cut.steps == plain.steps
     first = cut.first_divergence()
     assert (first.path if first else None) == (None if fault is None else "blocks.1.norm")
+
+
+@pytest.mark.parametrize("fault", [None, 1])
+def test_calls_compared_while_they_come_in_are_those_compared_at_the_end(
+    fault: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs, args, kwargs = nets(3, fault)
+    streamed = parity.trace(mine, theirs, *args, kwargs=kwargs)
+    monkeypatch.setattr(trace.Desk, "arrived", lambda desk, one: one)
+    whole = parity.trace(mine, theirs, *args, kwargs=kwargs)
+    assert whole.steps == streamed.steps
+    assert whole.to_dict() == streamed.to_dict()
+
+
+def test_nothing_is_kept_of_a_call_that_agrees_and_all_of_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs, args, kwargs = nets(2, fault=1)
+    kept: dict[tuple[str, int], Any] = {}
+    arrived = trace.Desk.arrived
+
+    def seen(desk: trace.Desk, one: Any) -> Any:
+        # In torch's words: the shared layer has a path of its own there.
+        return kept.setdefault((desk.known(one.path), one.call), arrived(desk, one))
+
+    monkeypatch.setattr(trace.Desk, "arrived", seen)
+    found = parity.trace(mine, theirs, *args, kwargs=kwargs)
+    assert {(step.path, step.call) for step in found.steps} == kept.keys()
+    for step in found.steps:
+        one = kept[step.path, step.call]
+        assert bool(one.outputs) is bool(one.inputs) is not step.agrees, step
+
+
+def test_of_two_modules_under_one_path_one_that_agrees_does_not_hide_the_other() -> None:
+    mine, theirs, args, kwargs = nets(1)
+    subject = Subject(mine, theirs, args, kwargs, gradients=False)
+    runs = [subject.torch.capture(mine, subject.call, dtype=dtype)[1] for dtype in ("float64", None)]
+    desk = trace.Desk(subject, *runs)
+    equal = next(one for one in runs[0] if one.path == "blocks.0.norm")
+    other = Captured(equal.path, equal.call, {"": equal.outputs[""] + 1}, equal.inputs)
+    assert desk.arrived(equal).outputs == {}
+    assert (equal.path, equal.call) in desk.agreed
+    assert desk.arrived(other) is other
+    assert (equal.path, equal.call) not in desk.agreed
+
+
+def test_an_error_while_comparing_is_not_taken_for_one_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs, args, kwargs = nets(1)
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("of the comparison")
+
+    monkeypatch.setattr(trace, "compare_step", broken)
+    with pytest.raises(ZeroDivisionError, match="of the comparison"):
+        parity.trace(mine, theirs, *args, kwargs=kwargs)
+
+
+def test_room_is_free_again_once_nobody_has_an_array() -> None:
+    made = shelf.Shelf()
+    kept = [made.put(np.arange(number + 2.0)) for number in range(3)]
+    assert made.held == (2 + 3 + 4) * 8
+    del kept[1]
+    assert made.held == (2 + 4) * 8
+
+
+def test_only_what_somebody_may_write_into_is_copied() -> None:
+    made, mine, theirs = shelf.Shelf(), np.arange(3.0), np.asarray(jnp.arange(3.0))
+    assert made.put(mine).array is not mine
+    assert made.put(theirs).array is theirs
 
 
 @pytest.mark.usefixtures("streamed")
@@ -222,6 +289,13 @@ def test_pieces_return_what_the_whole_returns() -> None:
     assert got["none"] is None
     # One that is returned twice is handed on once.
     assert len(calls) == len(jax.tree.leaves(got)) - 1
+    leaves, taken = jax.tree.leaves(got), dict[int, Any]()
+    rest = pieces.in_pieces(body, given, np.array, lambda place, one: place != 2 and taken.setdefault(place, one) is one)
+    np.testing.assert_array_equal(jax.tree.leaves(rest)[0], leaves[2])
+    assert len(jax.tree.leaves(rest)) == 1
+    assert taken.keys() == set(range(len(leaves))) - {2}
+    for place, one in taken.items():
+        np.testing.assert_array_equal(one, leaves[place])
 
 
 @pytest.mark.usefixtures("streamed")
