@@ -2,7 +2,9 @@
 
 An encoder of 12 layers with 100 million parameters, PyTorch against its Flax mirror, inputs of 4 x 128. Each part runs
 in a process of its own. Costs are processor seconds, which others on the machine disturb less than the clock; memory is
-the peak of the process's own pages above what it held before, models and inputs included in that.
+the peak of the process's own pages above what it held before, models and inputs included in that. Memory is measured in a
+process that gives every larger array back at once: else pages that are free, but not given back, count too, and the peak of
+one and the same part was seen to differ by four layers. That makes it slower, so that time is measured in others.
 
 Running both models means, from the mildest reading to the most severe:
 
@@ -10,7 +12,8 @@ Running both models means, from the mildest reading to the most severe:
 - `float64`: both models forwards in float64, in which they are compared;
 - `float32`: both models forwards as they are, Flax compiled once.
 
-For `compare` the same with gradients stands beside it, because five of its six levels need them. Every one of these runs
+A comparison of all levels but that of gradients needs `all four`, those of `float64` and of `float32`; one with gradients,
+for which five of its six levels take runs that have them, `all four with gradients`. Every one of these runs
 includes what its first call includes, as a comparison makes it once: the compilation of the Flax model.
 
 One layer's activations are the outputs of all modules of one encoder layer in float64, an array that two modules return
@@ -22,6 +25,7 @@ counted once. `kept` is by how much the peak of a trace lies above that of the r
 import gc
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -37,7 +41,9 @@ from rich.table import Table
 
 BATCH, LENGTH = 4, 128
 LEVELS = ("weights", "structure", "wiring", "identical", "native", "gradients")
-PARTS = ("models", "models with gradients", "trace", "isolation", "compare")
+# The C library's threshold in bytes from which memory has pages of its own, which it otherwise raises as it goes.
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
+PARTS = ("models", "models with gradients", "trace", "isolation", "compare without gradients", "compare")
 
 
 def pair(width: int, layers: int) -> tuple[Any, Any, Any]:
@@ -77,7 +83,7 @@ def measure(part: str, width: int, layers: int) -> dict[str, Any]:
     from parity.evidence.subject import Subject
 
     mine, theirs, x = pair(width, layers)
-    subject = Subject(mine, theirs, (x,), {})
+    subject = Subject(mine, theirs, (x,), {}, gradients=part != "compare without gradients")
 
     def torch_run(dtype: str | None, cotangents: Any = None) -> Any:
         with subject.torch.pinned():
@@ -117,11 +123,18 @@ def levels(subject: Any) -> dict[str, Any]:
     from parity.evidence.compare import attempt, remarks
 
     results, found = [], {}
-    for level in LEVELS:
+    for level in LEVELS if subject.gradients else LEVELS[:-1]:
         result, found[level] = cost(lambda level=level: attempt(level, subject, {}))
         assert result.status in ("passed", "not applicable"), result
         results.append(result)
     _, found["remarks"] = cost(lambda: remarks(subject, results))
+    return found
+
+
+def process(command: list[str], **settings: str) -> dict[str, Any]:
+    """What a process prints at its end."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **settings}).stdout
+    found: dict[str, Any] = json.loads(done.splitlines()[-1])
     return found
 
 
@@ -143,6 +156,7 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
         "float64": plain["torch float64"]["cpu"] + plain["flax float64"]["cpu"],
         "float32": plain["torch float32"]["cpu"] + plain["flax float32"]["cpu"],
     }
+    runs["all four"] = runs["float64"] + runs["float32"]
     if graded:
         for dtype in ("float64", "float32"):
             runs[f"{dtype} with gradients"] = graded[f"torch {dtype}"]["cpu"] + graded[f"flax {dtype}"]["cpu"]
@@ -174,7 +188,7 @@ def show(result: dict[str, Any]) -> None:
 def main(
     layers: Annotated[int, typer.Option(help="Encoder layers.")] = 12,
     width: Annotated[int, typer.Option(help="Of the model, a multiple of 52; 832 makes 100 million parameters.")] = 832,
-    repeat: Annotated[int, typer.Option(help="Processes per part; the fastest run of each row counts.")] = 1,
+    repeat: Annotated[int, typer.Option(help="Processes per part for time; the fastest run of each row counts.")] = 1,
     only: Annotated[str, typer.Option(help="One part, in this process, as JSON.")] = "",
     parts: Annotated[str, typer.Option(help="Parts, with commas; those left out are taken from the file.")] = ",".join(PARTS),
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
@@ -186,9 +200,10 @@ def main(
     known = json.loads(json_file.read_text(encoding="utf-8"))["parts"] if json_file and json_file.exists() else {}
     for part in parts.split(","):
         command = [sys.executable, __file__, "--only", part, "--layers", str(layers), "--width", str(width)]
-        done = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeat)]
-        runs = [json.loads(text.splitlines()[-1]) for text in done]
+        runs, exact = [process(command) for _ in range(repeat)], process(command, **GIVEN_BACK)
         known[part] = {name: min((run[name] for run in runs), key=lambda one: one.get("cpu", 0)) for name in runs[0]}
+        for name, one in exact.items():
+            known[part][name] |= {"peak": one["peak"]} if "peak" in one else {}
     versions = {name: importlib.metadata.version(name) for name in ("torch", "jax", "flax", "numpy")}
     settings = {"layers": layers, "width": width, "batch": BATCH, "length": LENGTH, "machine": platform.machine(), **versions}
     result = {"settings": settings, "parts": known, "ratios": ratios(known)}

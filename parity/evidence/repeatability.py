@@ -61,7 +61,10 @@ def refuse_flax(room: Any, model: Any, call: Call, *, reseed: bool) -> None:
         InputError: they do. It names the first module that does.
     """
     seeds = (1, 2) if reseed else (0, 0)
-    # Run once and compiled, the check is cheap; only a module's name costs a run that records all of them.
+    # As a rule no key gets that far, which shows without a run; else two, run once and compiled, are cheap still. Only a
+    # module's name costs a run that records all of them.
+    if reseed and not room.reached_by_keys(model, call):
+        return
     if reseed and unequal(*(room.evaluate(model, call, quick=True, reseed=seed).outputs for seed in seeds)) is None:
         return
     if not reseed and same_traces(room, model, call):

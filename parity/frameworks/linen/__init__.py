@@ -32,6 +32,7 @@ from parity.frameworks.linen.running import evaluate as evaluate
 from parity.frameworks.linen.running import output_dtypes as output_dtypes
 from parity.frameworks.linen.running import problems_before_running as problems_before_running
 from parity.frameworks.linen.running import raises as raises
+from parity.frameworks.linen.running import reached_by_keys as reached_by_keys
 from parity.frameworks.linen.running import traced as traced
 from parity.frameworks.linen.running import with_call as with_call
 from parity.frameworks.nnx.leaves import place as place

@@ -16,6 +16,7 @@ from parity.evidence.calls import Call, Evaluation
 from parity.evidence.trees import mapped
 from parity.frameworks.jax import widening
 from parity.frameworks.jax.arrays import is_array
+from parity.frameworks.jax.keys import reached
 from parity.frameworks.jax.running import (
     Arguments,
     Prepared,
@@ -247,6 +248,13 @@ def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:
 def draws(model: Linen) -> bool:
     """Whether a model is given random keys, and so may use them."""
     return bool(model.rngs)
+
+
+def reached_by_keys(model: Linen, call: Call) -> bool:
+    """Whether what a model returns can depend on the random keys that it is given; nothing is computed."""
+    with pinned(double=False):
+        program, parameters, rest, arguments = prepare(model, call, None, None)
+        return reached((program, parameters, rest, arguments), {**rest, "rngs": reseeded(rest["rngs"], 1)})
 
 
 def reseeded(rngs: Mapping[str, Any], seed: int) -> dict[str, Any]:

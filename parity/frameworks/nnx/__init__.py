@@ -33,5 +33,6 @@ from parity.frameworks.nnx.running import left_behind as left_behind
 from parity.frameworks.nnx.running import output_dtypes as output_dtypes
 from parity.frameworks.nnx.running import problems_before_running as problems_before_running
 from parity.frameworks.nnx.running import raises as raises
+from parity.frameworks.nnx.running import reached_by_keys as reached_by_keys
 from parity.frameworks.nnx.running import traced as traced
 from parity.frameworks.nnx.running import with_call as with_call

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from parity.evidence.calls import Call, Evaluation
+from parity.frameworks.jax.keys import reached
 from parity.frameworks.jax.running import Arguments, cast, dtypes_of_outputs, outcome, pinned, program_text, run
 from parity.frameworks.nnx.leaves import content, key_name, leaves, to_numpy, walk
 from parity.frameworks.nnx.widening import follow_dtype, widened
@@ -151,6 +152,13 @@ def left_behind(model: Any, call: Call, dtype: str) -> dict[str, np.ndarray]:
 def draws(model: Any) -> bool:
     """Whether a model holds random keys, and so may use them."""
     return any(isinstance(node, nnx.RngKey) for _, _, node in walk(model))
+
+
+def reached_by_keys(model: Any, call: Call) -> bool:
+    """Whether what a model returns can depend on its random keys; nothing is computed."""
+    with pinned(double=False):
+        graphdef, parameters, rest, arguments = prepare(model, call, None, None)
+        return reached((Graph(graphdef), parameters, rest, arguments), reseeded(rest, 1))
 
 
 def reseeded(state: Any, seed: int) -> Any:
