@@ -11,6 +11,19 @@ INSIDE = frozenset(
 )
 
 
+# Characters that move a terminal's cursor, colour it or turn the direction of reading, as they are told instead.
+CONTROL = {
+    number: f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+    for number in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(number) not in "\t\n"
+}
+
+
+def printable(text: str) -> str:
+    """A text that a terminal shows as it stands: names and sentences of a stranger's file are in it."""
+    return text.translate(CONTROL)
+
+
 class ParityError(Exception):
     """Base of every error of this package.
 
@@ -20,6 +33,9 @@ class ParityError(Exception):
     """
 
     code = "misuse"
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(ParityError, ValueError):

@@ -1,9 +1,11 @@
 """Results in words, for a terminal."""
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec
 
+from parity.errors import printable
 from parity.said import Said, code_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,20 @@ LAST = 2
 TOLD_ANYWAY = ("setting-left-out", "setting-made-good", "gradients-off-ties", "integers-on-ties")
 
 
+P = ParamSpec("P")
+
+
+def shown_plainly(text: Callable[P, str]) -> Callable[P, str]:
+    """A text for a terminal, without what would write on other places of it."""
+
+    @functools.wraps(text)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> str:
+        return printable(text(*args, **kwargs))
+
+    return plain
+
+
+@shown_plainly
 def report_text(report: "Report") -> str:
     """One line if all is well; else where the models part, how much, why, and what to do next, on one screen."""
     if report.passed:
@@ -305,6 +321,7 @@ def unpaired_line(trace: "Trace") -> str:
     return f"  not paired, so not looked into: {shown}{more}"
 
 
+@shown_plainly
 def trace_text(trace: "Trace") -> str:
     """The first divergence, or that there is none."""
     found = trace.first_divergence()
@@ -313,6 +330,7 @@ def trace_text(trace: "Trace") -> str:
     return "\n".join([*lines, unpaired_line(trace)] if trace.unpaired else lines)
 
 
+@shown_plainly
 def isolation_text(isolation: "Isolation") -> str:
     """Each wrong module with what it computes otherwise; what could not be told, and why."""
     lines = [wrong_modules(isolation)]
@@ -382,6 +400,7 @@ def short(file: str) -> str:
     return file.removeprefix(here) if file.startswith(here) else os.sep.join(file.split(os.sep)[-2:])
 
 
+@shown_plainly
 def diagnosis_text(diagnosis: "Diagnosis") -> str:
     """Each wrong module with what explains it."""
     isolation = diagnosis.isolation
@@ -423,6 +442,7 @@ def extent(cause: "Cause") -> str:
     return "" if cause.complete else f"; it explains {places} alone, not all that differs"
 
 
+@shown_plainly
 def diff_text(diff: "Diff") -> str:
     """The leaves that differ, worst first; one line if none does."""
     wrong = sorted((leaf for leaf in diff.leaves if not leaf.agrees), key=lambda leaf: -leaf.difference)

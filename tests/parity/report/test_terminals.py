@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from report_helpers import failing, squeezed
 
 import parity
 from parity import cli
+from parity.evidence.faults import Diagnosis, Difference, Isolated, Isolation
+from parity.evidence.result import ArrayDiff, Diff, Divergence, Step, Trace
 
 PLUGIN = () if any(e.name == "parity" for e in entry_points(group="pytest11")) else ("-p", "parity.pytest_plugin")
 HEAD = """
@@ -323,3 +326,23 @@ def test_the_other_commands_print_what_they_are_asked_for(run):
     assert "refusal: file-missing: there is no such file or folder" in run("codes", "refusal")[1].splitlines()
     assert json.loads(run("codes", "next", "--json")[1])["codes"][0]["kind"] == "next"
     assert run("codes", "--markdown")[1] == parity.codes_page()
+
+
+# ---------------------------------------------------------------- what a stranger's file may hold
+
+HOSTILE = "norm\x1b[2J\x9b31m\u202eyalp\r"
+
+
+def test_names_that_would_write_elsewhere_on_the_terminal_are_told_by_their_numbers():
+    divergence = Divergence(HOSTILE, 0, "", None, reason=f"expected (torch) {HOSTILE}, actual (flax) 1")
+    trace = Trace((Step(HOSTILE, 0, False, divergence=divergence),), (HOSTILE,))
+    plain = r"norm\x1b[2J\x9b31m\u202eyalp\x0d"
+    assert str(trace).count(plain) == 3
+    wrong = Isolated(HOSTILE, 0, HOSTILE, "name", "differs", 2.0, (Difference("output", 2.0, reason=HOSTILE),))
+    isolation = Isolation((wrong,), (HOSTILE,))
+    diff = Diff((ArrayDiff(HOSTILE, False, reason=HOSTILE),))
+    for text in (str(trace), str(isolation), str(Diagnosis((), isolation)), str(diff), str(parity.InputError(HOSTILE))):
+        assert plain in text
+        assert not any(unicodedata.category(letter).startswith("C") for letter in text if letter != "\n"), repr(text)
+    # In data they stand as they are.
+    assert trace.to_dict()["steps"][0]["path"] == HOSTILE
