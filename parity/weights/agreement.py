@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from parity.said import Said
 from parity.weights.claims import Layers, Sides
-from parity.weights.leaf import Layer
+from parity.weights.leaf import ROOT, Layer
 from parity.weights.mirrors import mirror_problems
 from parity.weights.paths import Rename, bare, fits
 from parity.weights.rules import disagreements, in_words_of, refusals, remarks, row_of
@@ -23,7 +23,8 @@ class Told:
 
     def accepting(self, patterns: Iterable[str]) -> "Told":
         """The same, without the disagreements that the caller knows of."""
-        known = [one for one in self.disagreeing if any(fits(setting_path(one), pattern) for pattern in patterns)]
+        chosen = tuple(patterns)
+        known = [one for one in self.disagreeing if any(fits(n, p) for n in setting_names(one) for p in chosen)]
         return replace(self, disagreeing=[one for one in self.disagreeing if one not in known], accepted=known)
 
     def left_out(self) -> list[str]:
@@ -32,11 +33,16 @@ class Told:
         return [Said("setting-left-out", f"{told}: {sentence}") for sentence in dict.fromkeys(self.accepted)]
 
 
-def setting_path(sentence: str) -> str:
-    """The name by which `ignore` means a disagreement: torch's path of the layer, a dot, and the setting told first."""
+def setting_names(sentence: str) -> tuple[str, ...]:
+    """The names by which `ignore` means a disagreement: torch's path of the layer, a dot, and the setting told first.
+
+    Of the model itself it is the setting alone, and what a pattern for any layer fits.
+    """
     path, _, rest = sentence.partition(": ")
     name = rest.partition("=")[0].strip()
-    return f"{path}.{name}" if name.isidentifier() else ""
+    if not name.isidentifier():
+        return ()
+    return (name, f".{name}") if path == ROOT else (f"{path}.{name}",)
 
 
 def settings(layers: Layers, renames: Rename, sides: Sides) -> Told:

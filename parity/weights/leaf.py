@@ -22,6 +22,10 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 
+# What a sentence calls the module whose path is empty.
+ROOT = "the model"
+
+
 @dataclass(frozen=True)
 class Shared:
     """An array that speaks DLPack, and the permutation of its axes that the reader has to make."""

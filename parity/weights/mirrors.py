@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parity.weights.leaf import Layer
+from parity.weights.leaf import ROOT, Layer
 from parity.weights.settings import Settings, equal, told
 
 
@@ -138,7 +138,7 @@ def mirror_problems(torch_layer: Layer, flax_layer: Layer) -> list[str]:
             sentences += function_problems(torch_layer.settings("activation"), flax_layer.settings("activation"))
             sentences += fast_path_problems(torch_layer.settings)
             break
-    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in sentences]
+    return [f"{torch_layer.path or ROOT}: {sentence}" for sentence in sentences]
 
 
 def activation_problems(kind: str, torch_layer: Layer, flax_layer: Layer) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from parity.frameworks import owner_of
 from parity.weights import collector
-from parity.weights.agreement import setting_path, settings
+from parity.weights.agreement import setting_names, settings
 from parity.weights.claims import Apart, Layers, Sides, asking, claimed, known_names, names_in, set_apart
 from parity.weights.computed import as_wrapped, computed, normed
 from parity.weights.cuts import Cut, cut_as_named, stack_hints
@@ -98,7 +98,7 @@ def pair(
     left = left_behind(both, cut, apart, met)
     kept, lost = ties(met.pairs, both.whole.leaves[0], sides)
     by_leaf = [
-        *unused_patterns(ignore, both.ignored + [setting_path(one) for one in told.accepted]),
+        *unused_patterns(ignore, both.ignored + [name for one in told.accepted for name in setting_names(one)]),
         *met.problems,
         *(one.reason for one in left.unpaired),
         *unfitting([one.key for one in renames.entries if one.key.text not in met.used], apart.sources, sides),

@@ -26,7 +26,7 @@ from parity.weights.layouts import (
     channels_last,
     flipped_kernel,
 )
-from parity.weights.leaf import Layer
+from parity.weights.leaf import ROOT, Layer
 from parity.weights.settings import (
     Agree,
     Check,
@@ -661,19 +661,19 @@ def disagreements(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> l
         # Without a dtype nnx.Embed writes down that of its table, once, when it is made.
         fix = f"set dtype={holds}" if "flax.nnx.Embed" in flax_layer.kinds else "leave dtype out"
         found.append(f"dtype={computes} makes the Flax layer compute in {computes}, torch computes in {holds}; {fix}")
-    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+    return [f"{torch_layer.path or ROOT}: {sentence}" for sentence in found]
 
 
 def refusals(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """The settings of a pair of layers for which the other side has nothing, one sentence each."""
     found = told(rule, torch_layer, flax_layer, "refuse")
-    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+    return [f"{torch_layer.path or ROOT}: {sentence}" for sentence in found]
 
 
 def remarks(rule: Rule | None, torch_layer: Layer, flax_layer: Layer) -> list[str]:
     """What the row of a pair of layers tells of it although all agrees, one sentence each."""
     found = ([rule.note] if rule and rule.note else []) + told(rule, torch_layer, flax_layer, "remark")
-    return [f"{torch_layer.path or 'the model'}: {sentence}" for sentence in found]
+    return [f"{torch_layer.path or ROOT}: {sentence}" for sentence in found]
 
 
 def told(rule: Rule | None, torch_layer: Layer, flax_layer: Layer, fate: str) -> list[str]:

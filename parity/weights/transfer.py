@@ -161,7 +161,7 @@ def transfer(
             stand layouts, `q.kernel | rotary(8) | transposed`. Between two of one framework: names of
             the source to names of the target. Or the path of a JSON file that holds them.
         ignore: patterns (`*` stands for anything) of leaves on either side to leave out, and of settings
-            that may disagree, after torch's path of their layer: `*.padding_idx`.
+            that may disagree, after torch's path of their layer: `*.padding_idx`. Of the model itself: `padding_idx`.
         cast: None wants equal dtypes; "target" rounds to the target's dtype, "source" gives the
             target the source's dtype, any dtype's name casts to that on arrival.
         copy: False lets both sides use the same memory where the framework can; a later write on

@@ -287,3 +287,14 @@ def test_a_setting_that_may_disagree_is_left_out_of_the_verdict_and_said_so():
     assert len(failed.settings) == 1 and "eps=1e-05 in torch" in failed.settings[0]
     with pytest.raises(parity.TransferError, match=r"'words\.eps' fits no leaf of either side and no setting that disagrees"):
         parity.transfer(*pair, ignore="words.eps")
+
+
+@pytest.mark.parametrize("pattern", ["padding_idx", "*.padding_idx"])
+def test_a_setting_of_the_model_itself_is_left_out_by_its_name(pattern):
+    pair = nn.Embedding(7, 6, padding_idx=0).eval(), nnx.Embed(7, 6, rngs=nnx.Rngs(0))
+    assert parity.transfer(*pair).settings[0].startswith("the model: padding_idx=0 in torch")
+    done = parity.transfer(*pair, ignore=pattern)
+    assert done.passed
+    assert done.notes[0].startswith("a setting is left out of the verdict, as asked: the model: padding_idx=0")
+    with pytest.raises(parity.TransferError, match="'max_norm' fits no leaf of either side and no setting that disagrees"):
+        parity.transfer(*pair, ignore="max_norm")
