@@ -40,6 +40,7 @@ from parity.evidence.trial import (
     values,
 )
 from parity.weights.leaf import gathered
+from parity.weights.paths import turn_of
 
 
 class Isolator:
@@ -59,6 +60,7 @@ class Isolator:
         self.partners, self.unpaired = partners(subject, self.calls.aside, self.own.aside)
         self.torch_layers = {layer.path: layer for layer in subject.torch.layers(subject.torch_model)}
         self.flax_layers = {layer.path: layer for layer in subject.flax.layers(subject.flax_model)}
+        self.flax_layers |= {p.path: self.flax_layers[turn_of(p.path)[0]] for p in self.partners.values()}
         self.children = nearest_children({c.key: c for c in self.calls.aside}, set(self.partners))
         # In which order of axes a pair was found right, and what it is called with in the model's own run.
         self.right: dict[str, list[Axes]] = {}

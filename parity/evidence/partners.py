@@ -8,7 +8,7 @@ from parity.evidence.calls import ModuleCall, same
 from parity.evidence.shelf import taken
 from parity.evidence.subject import Subject
 from parity.weights.leaf import Layer
-from parity.weights.paths import split
+from parity.weights.paths import split, turn_of
 from parity.weights.rules import row_of
 
 DecidedBy = Literal["name", "plan", "call order"]
@@ -55,6 +55,7 @@ def partners(
         partner = next((way for those in (seen, flax_layers) for way in ways[renamed] if way in those), None)
         if partner is not None:
             found[path] = Partner(partner, "name" if key is None else "plan")
+    in_stacks(subject, {path: renamed for path, (renamed, _) in renames.items() if path not in found}, found, flax_layers)
     by_plan(subject, called, found, flax_layers)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
@@ -65,6 +66,26 @@ def partners(
     theirs = looked_into(flax_calls, [path for path in dict.fromkeys(c.path for c in flax_calls) if path not in taken])
     alone += [f"{path} (flax only)" for path in theirs if not path.startswith(whole or "\0")]
     return found, tuple(alone)
+
+
+def in_stacks(
+    subject: Subject, renamed: Mapping[str, str], found: dict[str, Partner], flax_layers: Mapping[str, Layer]
+) -> None:
+    """Add the turns of modules whose arrays the transfer's plan stacks: a scan over layers shows no call of theirs."""
+    if not hasattr(subject.flax, "stacked") or "flax" in subject.recorded:
+        return
+    parts = [(pair.target.owner, pair.target.part) for pair in subject.pairing.pairs]
+    known: dict[str, int] = {}
+    for path, name in renamed.items():
+        base, turn = turn_of(name)
+        if turn is None or base not in flax_layers:
+            continue
+        if base not in known:
+            inner = [part for owner, part in parts if inside(owner, base)]
+            turns = {part.shape[0] if part and not part.before and part.spans[0].single else 0 for part in inner}
+            [known[base]] = turns if len(turns) == 1 else {0}
+        if known[base] and subject.flax.stacked(subject.flax_model, base, known[base]):
+            found[path] = Partner(name, "plan")
 
 
 def looked_into(calls: list[ModuleCall], paths: list[str]) -> list[str]:

@@ -260,6 +260,12 @@ def bare(name: str) -> str:
     return re.sub(r"( \|[^\[\]]*)?\[[^\[\]]*\]$", "", name)
 
 
+def turn_of(path: str) -> tuple[str, int | None]:
+    """The path of a module without the turn behind it, and the turn, as in `blocks.norm[2]`; None where there is none."""
+    found = re.fullmatch(r"(.*)\[(\d+)\]", path)
+    return (found[1], int(found[2])) if found else (path, None)
+
+
 def in_order(paths: Iterable[str]) -> list[str]:
     """The paths with numbered siblings in the order of their numbers, and all else as it comes.
 

@@ -14,6 +14,7 @@ from parity.frameworks.nnx.empty import empty as empty
 from parity.frameworks.nnx.isolation import alone as alone
 from parity.frameworks.nnx.isolation import observe as observe
 from parity.frameworks.nnx.isolation import pulled_back as pulled_back
+from parity.frameworks.nnx.isolation import stacked as stacked
 from parity.frameworks.nnx.leaves import NAME as NAME
 from parity.frameworks.nnx.leaves import fill as fill
 from parity.frameworks.nnx.leaves import is_model as is_model

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,13 @@ from parity.evidence.shelf import copied
 from parity.frameworks.jax.isolation import Around, Replies, answered, observed
 from parity.frameworks.jax.recording import Recorder
 from parity.frameworks.jax.running import pinned
-from parity.frameworks.nnx.leaves import walk
+from parity.frameworks.nnx.leaves import leaves, walk
 from parity.frameworks.nnx.running import evaluate, prepare, reseeded
 from parity.frameworks.nnx.widening import follow_dtype, widened
+from parity.weights.paths import turn_of
+
+# Modules by their paths in torch's words, each with that in Flax's.
+Nodes = Mapping[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,11 @@ def alone(
 
     Args:
         model: left as it is.
-        path: of the submodule, in torch's words.
+        path: of the submodule, in torch's words; `blocks[2]` is one turn of a module whose arrays are stacked.
         args: its positional arguments, arrays in NumPy in the dtype of the run.
         kwargs: its keyword arguments likewise.
         replies: by the path, in the model, of a module below. A reply that does not fit what the
-            module returns is not used.
+            module returns is not used, nor is one of a module that runs inside a transformation of jax.
         dtype: floating point variables are cast to it; None keeps the model's.
         weights: arrays in place of variables, by their path in the model, in Flax's words.
         reseed: other than 0 gives other random keys.
@@ -135,12 +139,13 @@ def alone(
         watch: sees every operation.
     """
     replies = replies or {}
-    nodes = {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
-    module, prefix = nodes[path]
-    inner = names(module)
-    below = {inner[id(nodes[child][0])]: child for child in replies}
+    nodes = nodes_of(model)
+    module, prefix, turn = found_at(nodes, path)
+    below = relative(nodes, path, replies)
     start = f"{prefix}." if prefix else ""
     own = {name.removeprefix(start): array for name, array in (weights or {}).items() if name.startswith(start)}
+    if turn is not None:
+        module, own = one_turn(module, turn), {name: array[turn] for name, array in own.items()}
     if settings:
         module = nnx.merge(*nnx.split(module))
         for setting, value in settings.items():
@@ -163,8 +168,55 @@ def pulled_back(
         cotangents: by output path.
         dtype: of the run; None is the model's.
     """
-    nodes = {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
-    module, prefix = nodes[path]
-    found = evaluate(module, call, dtype=dtype, cotangents=cotangents, quick=True)
+    module, prefix, turn = found_at(nodes_of(model), path)
     start = f"{prefix}." if prefix else ""
-    return Evaluation(found.outputs, {n if n.startswith("input ") else start + n: g for n, g in found.gradients.items()})
+    one = module if turn is None else one_turn(module, turn)
+    found = evaluate(one, call, dtype=dtype, cotangents=cotangents, quick=True)
+    gradients = {name: array for name, array in found.gradients.items() if name.startswith("input ")}
+    arrays = {name: array for name, array in found.gradients.items() if name not in gradients}
+    if turn is not None:
+        shapes = {leaf.path: leaf.shape for leaf in leaves(module)}
+        arrays = {name: among(array, turn, shapes[name][0]) for name, array in arrays.items()}
+    return Evaluation(found.outputs, {**gradients, **{start + name: array for name, array in arrays.items()}})
+
+
+# ---------------------------------------------------------------- modules whose arrays are stacked, for a scan over layers
+
+
+def stacked(model: Any, path: str, turns: int) -> bool:
+    """Whether every array of a module is a stack of that many, so that one turn of it can be run alone."""
+    module = nodes_of(model)[path][0]
+    arrays = jax.tree.leaves(nnx.split(module)[1])
+    return all(np.shape(array)[:1] == (turns,) for array in arrays)
+
+
+def one_turn(module: Any, turn: int) -> Any:
+    """A module with one of the arrays that each of its variables stacks."""
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda array: array[turn], state))
+
+
+def among(array: np.ndarray, turn: int, turns: int) -> np.ndarray:
+    """What belongs to one turn, in the place that it has among all."""
+    found = np.zeros((turns, *array.shape), array.dtype)
+    found[turn] = array
+    return found
+
+
+def nodes_of(model: Any) -> Nodes:
+    """Every module by its path in torch's words, with that in Flax's; of several the first."""
+    return {".".join(torch_path): (node, ".".join(own)) for own, torch_path, node in reversed(list(walk(model)))}
+
+
+def found_at(nodes: Nodes, path: str) -> tuple[Any, str, int | None]:
+    """The module at a path, its path in Flax's words, and the turn that is meant where it is a stack."""
+    base, turn = turn_of(path)
+    return *nodes[base], turn
+
+
+def relative(nodes: Nodes, path: str, children: Iterable[str]) -> dict[str, str]:
+    """Modules below one module, by their paths as seen from it. A turn of what that runs in a scan cannot answer there."""
+    base, turn = turn_of(path)
+    inner = names(nodes[base][0])
+    told = {child: turn_of(child) for child in children}
+    return {inner[id(nodes[below][0])]: child for child, (below, of) in told.items() if of == turn}
