@@ -1,6 +1,6 @@
 """Which module of one model stands for which of the other: by name, by the transfer's plan, by the order of calls."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,7 +55,9 @@ def partners(
         partner = next((way for those in (seen, flax_layers) for way in ways[renamed] if way in those), None)
         if partner is not None:
             found[path] = Partner(partner, "name" if key is None else "plan")
-    in_stacks(subject, {path: renamed for path, (renamed, _) in renames.items() if path not in found}, found, flax_layers)
+    # What is seen called holds several layers as one, and is no stack of them.
+    stacks = flax_layers.keys() - {c.path for c in flax_calls}
+    in_stacks(subject, {path: renamed for path, (renamed, _) in renames.items() if path not in found}, found, stacks)
     by_plan(subject, called, found, flax_layers)
     by_order(torch_calls, flax_calls, torch_layers, flax_layers, found)
     taken = {partner.path for partner in found.values()}
@@ -68,9 +70,7 @@ def partners(
     return found, tuple(alone)
 
 
-def in_stacks(
-    subject: Subject, renamed: Mapping[str, str], found: dict[str, Partner], flax_layers: Mapping[str, Layer]
-) -> None:
+def in_stacks(subject: Subject, renamed: Mapping[str, str], found: dict[str, Partner], stacks: Collection[str]) -> None:
     """Add the turns of modules whose arrays the transfer's plan stacks: a scan over layers shows no call of theirs."""
     if not hasattr(subject.flax, "stacked") or "flax" in subject.recorded:
         return
@@ -78,7 +78,7 @@ def in_stacks(
     known: dict[str, int] = {}
     for path, name in renamed.items():
         base, turn = turn_of(name)
-        if turn is None or base not in flax_layers:
+        if turn is None or base not in stacks:
             continue
         if base not in known:
             inner = [part for owner, part in parts if inside(owner, base)]

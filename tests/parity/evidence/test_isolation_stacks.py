@@ -164,6 +164,42 @@ def test_arrays_that_are_stacked_on_another_axis_are_left_out_and_said_so() -> N
     assert any(text.startswith("blocks.0.norm") for text in found.unpaired)
 
 
+class TorchPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) @ self.k(x).mT
+
+
+class Both(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.zeros((2, HIDDEN, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("bld,khd->kblh", x, self.weight[...])
+
+
+class FlaxPacked(nnx.Module):
+    def __init__(self) -> None:
+        self.qk = Both()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k = self.qk(x)
+        return 2 * q @ k.mT
+
+
+def test_a_layer_that_holds_two_of_torchs_as_one_is_no_stack() -> None:
+    torch.manual_seed(0)
+    mine, theirs = TorchPacked().eval(), FlaxPacked()
+    rename = {"q": "qk[0]", "k": "qk[1]"}
+    parity.transfer(mine, theirs, rename=rename)
+    found = parity.trace(mine, theirs, torch.randn(2, 4, WIDTH), rename=rename).isolated()
+    assert [one.path for one in found.faults] == [""]
+    assert {one.path for one in found.modules} == {""}
+
+
 def test_one_turn_holds_its_arrays_bit_for_bit_and_goes_back_to_its_place() -> None:
     _, theirs, _ = nets()
     for turn in range(LAYERS):
