@@ -14,7 +14,7 @@ from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
 from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
-from parity.evidence.repeatability import refuse_flax
+from parity.evidence.repeatability import refuse_unrepeatable
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
@@ -134,8 +134,8 @@ def compare(
 
 def with_training(report: Report, plan: Plan) -> Report:
     """The same with the level `training`; each of its steps has dropout masks of its own."""
-    if report.verdict == "one side raises":
-        refused = next(level for level in report.levels if level.level == "structure")
+    refused = next((level for level in report.levels if level.figures.get("raises")), None)
+    if refused is not None:
         return replace(report, levels=(*report.levels, LevelResult(TRAINING, "not run", refused.findings[0].what)))
     result, trained = training(plan)
     return replace(report, levels=(*report.levels, result), training=trained)
@@ -179,7 +179,8 @@ def climb(
             results.append(attempt(level, subject, options.get(level, {})))
     results = results if refused else made_good(subject, results)
     failed = not refused and any(result.status == "failed" for result in results)
-    if failed and running:
+    stopped = not refused and any(result.status == "not run" for result in results)
+    if (failed or stopped) and running:
         refuse_unrepeatable(subject)
     lost: list[Note] = []
     path = attempted("trace", lambda: trace_subject(subject), lost) if failed and trace else None
@@ -200,22 +201,6 @@ def climb(
         backward=backward,
         transfer=as_planned(subject.pairing),
     )
-
-
-def refuse_unrepeatable(subject: Subject) -> None:
-    """Refuse a Flax model that draws outside of jax's random keys: traced again, it returns other numbers.
-
-    Looked for only where a level failed: a model whose two draws both agree with torch draws nothing that counts.
-
-    Raises:
-        InputError: it does.
-    """
-    try:
-        refuse_flax(subject.flax, subject.flax_model, subject.call, reseed=False)
-    except InputError:
-        raise
-    except Exception:
-        return
 
 
 def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:

@@ -12,6 +12,7 @@ from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
+from parity.evidence.repeatability import refuse_unrepeatable
 from parity.evidence.subject import Subject
 from parity.evidence.unseen_arrays import with_unseen
 from parity.said import Said
@@ -63,12 +64,15 @@ def diagnose(
         Causes by module, the best first; wrong modules that no hypothesis explains are named too.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or
-            `seconds` is no positive number.
+        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, they differ and
+            one of them returns other numbers when it is run again ('not repeatable'), or `seconds` is no positive number.
     """
     seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return diagnose_subject(subject, seconds)
+    found = diagnose_subject(subject, seconds)
+    if not found.passed:
+        refuse_unrepeatable(subject)
+    return found
 
 
 def checked_seconds(seconds: Any, name: str) -> float:

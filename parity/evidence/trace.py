@@ -26,6 +26,7 @@ from parity.evidence.numerics import (
 from parity.evidence.operations import isolated
 from parity.evidence.partners import known_names
 from parity.evidence.pictures import Picture, picture
+from parity.evidence.repeatability import refuse_unrepeatable
 from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.sampling import Sample, at_same_places, shape_of
 from parity.evidence.shelf import PASSING, Shelf
@@ -72,21 +73,26 @@ def trace(
         One step for each call of each torch module, in the order in which torch finished them.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands, or the torch model refuses it.
+        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or they differ and
+            one of them returns other numbers when it is run again ('not repeatable').
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return replace(trace_subject(subject), isolate=lambda: isolated(subject))
+    found = trace_subject(subject)
+    if not found.passed:
+        refuse_unrepeatable(subject)
+    return replace(found, isolate=lambda: isolated(subject))
 
 
 def trace_subject(subject: Subject) -> Trace:
     """`trace` for models that are already checked."""
-    shelf = Shelf()
+    shelf, plain = Shelf(), None
     try:
         with subject.torch.pinned():
             _, plain = subject.torch.capture(subject.torch_model, subject.call, keep=shelf.put)
             _, expected = subject.torch.capture(subject.torch_model, subject.call, dtype="float64", keep=shelf.put)
     except Exception as error:
-        raise InputError(f"the torch model refuses these inputs: {type(error).__name__}: {first_line(error)}") from error
+        refuses = "refuses these inputs" if plain is None else "does not run in float64, in which modules are compared"
+        raise InputError(f"the torch model {refuses}: {type(error).__name__}: {first_line(error)}") from error
     desk = Desk(subject, expected, plain)
     try:
         actual = flax_modules(subject, desk)

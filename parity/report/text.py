@@ -109,7 +109,7 @@ def set_lines(report: "Report") -> list[str]:
 
 def ladder_lines(report: "Report", shown: int) -> list[str]:
     """Every level; those that could not run for one reason together."""
-    raising = report.verdict == "one side raises"
+    raising = any(level.figures.get("raises") for level in report.levels)
     brief = any(level.level == "identical" and level.status == "failed" for level in report.levels)
     divergence = report.trace is not None and report.trace.first_divergence() is not None
     # Where the numbers stand in another section, a level may go without them.

@@ -68,7 +68,8 @@ def depends_on_mode(module: nn.Module) -> bool:
     if getattr(module, "dropout", 0) and isinstance(module.dropout, float):
         return True
     forward = type(module).forward
-    if forward.__module__.startswith("torch."):
+    # Of what torch.export made nothing tells where it was written.
+    if (forward.__module__ or "").startswith("torch."):
         return False
     code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
     return code is not None and "training" in code.co_names
