@@ -93,8 +93,8 @@ def compare(
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands, both models refuse it (its `code`
-            is 'both sides raise'), ids are out of range, or a model returns other numbers when it is run
-            again ('not repeatable').
+            is 'both sides raise') or return nothing ('nothing returned'), ids are out of range, or a model
+            returns other numbers, or raises, when it is run again ('not repeatable').
         MissingFrameworkError: a framework is not installed.
     """
     drops, ways = replays(dropout), checked_modes(modes)
@@ -164,6 +164,8 @@ def climb(
         seconds: as `diagnose_seconds` in `compare`.
     """
     running = bool(set(levels) - {"weights"})
+    if running:
+        subject.renew()
     ids = check_ids(subject) if running else frozenset()
     refused = refusals(subject) if running else None
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
@@ -252,7 +254,7 @@ def refusals(subject: Subject) -> LevelResult | None:
     """The level `structure`, failed, if one side refuses the inputs.
 
     Raises:
-        InputError: both do.
+        InputError: both do, or neither returns anything.
     """
     errors: dict[str, Exception] = {}
     try:
@@ -272,12 +274,23 @@ def refusals(subject: Subject) -> LevelResult | None:
         told = f"torch: {raised(errors['torch'])}. Flax: {raised(errors['flax'])}"
         raise InputError(f"both models refuse these inputs. {told}", "both sides raise")
     if not errors:
+        refuse_nothing(subject)
         return None
     [(name, error)] = errors.items()
     expected, actual = (f"raises {raised(error)}", "returns") if name == "torch" else ("returns", f"raises {raised(error)}")
     figures = {"raises": name, "error": type(error).__name__, "message": str(error), "line": users_line(error)}
     finding = Finding("", f"expected (torch) {expected}; actual (flax) {actual}", figures)
     return LevelResult("structure", "failed", "one side refuses the inputs", {"raises": name}, (finding,))
+
+
+def refuse_nothing(subject: Subject) -> None:
+    """Refuse models of which neither returns anything: they would agree whatever they compute.
+
+    Raises:
+        InputError: neither does.
+    """
+    if all(leaf is None for run in (subject.torch_native, subject.flax_native) for leaf in run.outputs.values()):
+        raise InputError("both models return nothing, so that nothing can be compared; return what counts", "nothing returned")
 
 
 def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ def diagnose(
     """
     seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
+    subject.renew()
     found = diagnose_subject(subject, seconds)
     if not found.passed:
         refuse_unrepeatable(subject)

@@ -130,6 +130,16 @@ class Subject:
             )
         return problems
 
+    def renew(self) -> None:
+        """Let go of what was compiled of a Flax model whose code is another by now."""
+        if "flax" in self.recorded:
+            return
+        try:
+            self.flax.forget_changed(self.flax_model, self.call)
+        except Exception:
+            # What raises here raises again where it is reported.
+            return
+
     # --- runs ---------------------------------------------------------------------------------
 
     @cached_property

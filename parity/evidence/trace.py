@@ -31,6 +31,7 @@ from parity.evidence.result import Divergence, Step, Trace
 from parity.evidence.sampling import Sample, at_same_places, shape_of
 from parity.evidence.shelf import PASSING, Shelf
 from parity.evidence.subject import Subject
+from parity.evidence.trees import in_words
 from parity.evidence.trial import broadcasts_alike, is_array
 
 # Cosine above which two arrays are taken for the same values in another order of axes.
@@ -77,6 +78,7 @@ def trace(
             one of them returns other numbers when it is run again ('not repeatable').
     """
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
+    subject.renew()
     found = trace_subject(subject)
     if not found.passed:
         refuse_unrepeatable(subject)
@@ -458,4 +460,4 @@ def inputs_agree(expected: Captured, plain: Captured, actual: Captured) -> Liter
 
 
 def summary(value: Any) -> str:
-    return f"an array {value.shape}" if isinstance(value, np.ndarray) else repr(value)
+    return f"an array {value.shape}" if isinstance(value, np.ndarray) else in_words(value)

@@ -17,7 +17,8 @@ VERDICTS = {
     "trained otherwise": "the functions are the same, and part in training",
     "differs": "a level failed otherwise",
     "both sides raise": "both models refuse the inputs (the code of an InputError)",
-    "not repeatable": "a model returns other numbers when it is run again (the code of an InputError)",
+    "nothing returned": "neither model returns anything (the code of an InputError)",
+    "not repeatable": "a model returns other numbers, or raises, when it is run again (the code of an InputError)",
     "ids out of range": "an argument names rows that a table has not (the code of an InputError)",
 }
 

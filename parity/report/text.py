@@ -1,6 +1,7 @@
 """Results in words, for a terminal."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -144,10 +145,18 @@ NEXT_OF = {
 }
 
 
+# How Python names the first argument that a function asks for and is not given.
+MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: '(\w+)'")
+
+
 def next_step(report: "Report") -> Said | None:
     """The one thing to do; None if there is nothing to do."""
     if report.passed:
         return None
+    asked = MISSING.search(raising_message(report)) if report.verdict == "one side raises" else None
+    if asked:
+        first = f"parity.Linen(module, variables, {asked[1]}=...), or give {asked[1]} a default in an nnx.Module"
+        return Said("bind-the-argument", f"bind what Flax alone asks for: {first}")
     if report.verdict in NEXT_OF:
         return NEXT_OF[report.verdict]
     if report.diagnosis is None and any(note.code == "recorded" for note in report.notes):
@@ -233,6 +242,12 @@ def headline(report: "Report") -> str:
         "outputs differ in structure": f"NOT the same function: the outputs differ in structure{on}",
         "differs": f"NOT the same function{on}",
     }[report.verdict]
+
+
+def raising_message(report: "Report") -> str:
+    """What Flax says that raises where torch does not."""
+    findings = [finding for level in report.levels for finding in level.findings]
+    return next((str(one.figures["message"]) for one in findings if one.figures.get("raises") == "flax"), "")
 
 
 def raising(report: "Report") -> str:
