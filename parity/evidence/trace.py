@@ -134,7 +134,26 @@ def flax_modules(subject: Subject, desk: "Desk") -> list[Captured]:
     except Exception:
         run = subject.flax.evaluate(subject.flax_model, subject.call, dtype="float64", quick=True)
         return [Captured("", 0, run.outputs)]
-    return [replace(one, path=desk.known(one.path)) for one in found]
+    return in_torchs_words(found, desk)
+
+
+def in_torchs_words(found: list[Captured], desk: "Desk") -> list[Captured]:
+    """Flax's calls by the paths that torch has for them; those of several modules with one array are counted through.
+
+    Where torch calls its module as often as Flax the one of the same path, the others stand for code of torch's that is no
+    module, as a head that takes the table of an embedding.
+    """
+    own, seen, named = Counter(one.path for one in found), Counter[str](), list[Captured]()
+    for one in found:
+        path = desk.known(one.path)
+        if path not in desk.shared:
+            named.append(replace(one, path=path))
+        elif own[path] == desk.calls[path]:
+            named.append(one)
+        else:
+            named.append(replace(one, path=path, call=seen[path]))
+            seen[path] += 1
+    return named
 
 
 class Desk:
@@ -147,15 +166,20 @@ class Desk:
 
     Attributes:
         rename: torch's paths in Flax's words, in the direction in which Flax's keys fit torch's names, as in the transfer.
+        calls: how often torch calls a module, by path in Flax's words.
+        shared: torch's paths, in Flax's words, of modules that are several in Flax, with one array.
         agreed: the steps of the calls that agreed when they came in, by Flax's path and call.
     """
 
     def __init__(self, subject: Subject, expected: Sequence[Captured], plain: Sequence[Captured]):
         self.blank, self.rename = subject.padding.modules, subject.pairing.renames
-        self.wanted = {self.rename.apply(one.path)[0] for one in expected}
+        self.calls = Counter(self.rename.apply(one.path)[0] for one in expected)
+        self.wanted = frozenset(self.calls)
         self.names = known_names(subject, self.wanted)
         self.torch_layers = {self.rename.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
-        self.flax_layers = {self.known(layer.path): layer for layer in subject.flax.layers(subject.flax_model)}
+        layers = subject.flax.layers(subject.flax_model)
+        self.flax_layers = {self.known(layer.path): layer for layer in layers}
+        self.shared = {path for path, number in Counter(self.known(layer.path) for layer in layers).items() if number > 1}
         noise = {(one.path, one.call): one for one in plain}
         self.partners: dict[tuple[str, int], tuple[Captured, Captured]] = {}
         for mine in expected:
@@ -171,9 +195,9 @@ class Desk:
     def arrived(self, one: Captured) -> Captured:
         """A call of Flax's, without its arrays if they agree with torch's."""
         key = self.known(one.path), one.call
-        # Of two modules that torch knows by one path the last counts.
         self.agreed.pop(key, None)
-        if key not in self.partners:
+        # Which call of torch's it is shows once all are known, where several modules are one there.
+        if key not in self.partners or key[0] in self.shared:
             return one
         try:
             step = compare_step(*self.lay(*self.partners[key], replace(one, path=key[0])), None)
