@@ -13,6 +13,7 @@ from parity.evidence.conventions import USUAL, Convention, convention
 from parity.evidence.judging import in_parts, swallowed
 from parity.evidence.numerics import (
     APART,
+    FLOAT32_TO_FLOAT64,
     SEMANTICS_FACTOR,
     UNIT,
     finite_scale,
@@ -39,8 +40,9 @@ ALIKE = 0.7
 # So many values of an array, in no step with its axes, show in which order those are.
 LOOKED_AT = 2**14
 # Times what rounding explains by torch's float32 noise. A recurrent net that doubles what goes in at each step, and so its
-# rounding, was seen at 7 (benchmarks/clean_trials.py).
-DOUBTFUL = 1e3
+# rounding, was seen at 7 (benchmarks/clean_trials.py). What both models compute in float32 even then, as pixels that are
+# made floats of and divided by 255, parts by as much as float32's own noise, which is this; that was seen at 2e6.
+DOUBTFUL = 1 / (SEMANTICS_FACTOR * FLOAT32_TO_FLOAT64)
 # Values that are looked at together, few enough to stay near the processor.
 BLOCK = 2**16
 # Values of an output that agrees of which a picture is drawn; one that differs is drawn whatever its size.
