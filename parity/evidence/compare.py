@@ -14,7 +14,6 @@ from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
 from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
-from parity.evidence.repeatability import refuse_unrepeatable
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
@@ -183,7 +182,7 @@ def climb(
     failed = not refused and any(result.status == "failed" for result in results)
     stopped = not refused and any(result.status == "not run" for result in results)
     if (failed or stopped) and running:
-        refuse_unrepeatable(subject)
+        subject.repeatable  # noqa: B018
     lost: list[Note] = []
     path = attempted("trace", lambda: trace_subject(subject), lost) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.

@@ -12,7 +12,6 @@ from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
 from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
-from parity.evidence.repeatability import refuse_unrepeatable
 from parity.evidence.subject import Subject
 from parity.evidence.unseen_arrays import with_unseen
 from parity.said import Said
@@ -72,7 +71,7 @@ def diagnose(
     subject.renew()
     found = diagnose_subject(subject, seconds)
     if not found.passed:
-        refuse_unrepeatable(subject)
+        subject.repeatable  # noqa: B018
     return found
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+# How often a model is run again where something failed: what it draws may count in some runs only.
+AGAIN = 3
+
 ADVICE = {
     "torch": "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again",
     "flax": "turn off what is random in it (.eval(), or deterministic=True where dropout is called), then compare again",
@@ -127,8 +130,9 @@ def refuse_unrepeatable(subject: "Subject") -> None:
     def twice() -> None:
         # Each time it is pinned, torch's generator stands where it stood before.
         with torch.pinned():
-            first, second = wide(), run_again("torch", wide)
-        refuse_torch(torch, subject.torch_model, call, first, second)
+            first, *others = wide(), *(run_again("torch", wide) for _ in range(AGAIN))
+        for other in others:
+            refuse_torch(torch, subject.torch_model, call, first, other)
 
     def anew() -> None:
         subject.refuse_drawing()
@@ -149,9 +153,10 @@ def refuse_unrepeatable(subject: "Subject") -> None:
 
 
 def same_traces(room: Any, model: Any, call: Call) -> bool:
-    """Whether jax traces a model alike twice; a model that decides by values cannot be traced, and has to be run."""
+    """Whether jax traces a model alike each time; a model that decides by values cannot be traced, and has to be run."""
     try:
-        return bool(room.traced(model, call) == room.traced(model, call))
+        first = room.traced(model, call)
+        return all(room.traced(model, call) == first for _ in range(AGAIN))
     except Exception:
         return False
 

@@ -16,7 +16,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.input_sets import one_call
 from parity.evidence.numerics import UNIT, Noise, alike, finite_scale, jittered, largest_gap, noise_of, wide
 from parity.evidence.padding import Padding
-from parity.evidence.repeatability import raises_at_times, refuse_flax, refuse_torch, run_again, unequal
+from parity.evidence.repeatability import raises_at_times, refuse_flax, refuse_torch, refuse_unrepeatable, run_again, unequal
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, imported, load, owner
 from parity.linen import Linen
@@ -139,6 +139,16 @@ class Subject:
         except Exception:
             # What raises here raises again where it is reported.
             return
+
+    @cached_property
+    def repeatable(self) -> bool:
+        """True, looked for once, where something failed.
+
+        Raises:
+            InputError: a model returns other numbers, or raises, when it is run again.
+        """
+        refuse_unrepeatable(self)
+        return True
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -511,8 +521,9 @@ def as_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     if strange:
         raise InputError(listed("cannot compare", strange))
     floats = frozenset(path for path, array in arrays_of(call) if "float" in str(array.dtype))
+    paired = frozenset(path for path, array in arrays_of(call) if array.dtype.kind == "c")
     values = frozenset(path for path in floats if not path.startswith(masks))
-    return replace(call, castable=values, added=floats - values)
+    return replace(call, castable=values, added=(floats - values) | paired)
 
 
 def strangeness(path: str, array: np.ndarray) -> str:

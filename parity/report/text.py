@@ -149,11 +149,18 @@ NEXT_OF = {
 MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: '(\w+)'")
 
 
+# What jax raises where Python asks for a number that a compiled program has not yet.
+TRACED = ("ConcretizationTypeError", "TracerBoolConversionError", "TracerArrayConversionError", "TracerIntegerConversionError")
+
+
 def next_step(report: "Report") -> Said | None:
     """The one thing to do; None if there is nothing to do."""
     if report.passed:
         return None
-    asked = MISSING.search(raising_message(report)) if report.verdict == "one side raises" else None
+    raises = raised_by_flax(report) if report.verdict == "one side raises" else {}
+    if raises.get("error") in TRACED:
+        return Said("decide-inside-jit", "let jnp.where or jax.lax.cond decide, not Python: Flax runs as under jax.jit here")
+    asked = MISSING.search(raises.get("message", ""))
     if asked:
         first = f"parity.Linen(module, variables, {asked[1]}=...), or give {asked[1]} a default in an nnx.Module"
         return Said("bind-the-argument", f"bind what Flax alone asks for: {first}")
@@ -244,10 +251,10 @@ def headline(report: "Report") -> str:
     }[report.verdict]
 
 
-def raising_message(report: "Report") -> str:
-    """What Flax says that raises where torch does not."""
+def raised_by_flax(report: "Report") -> dict[str, str]:
+    """What Flax raises where torch does not: its class and its message; nothing if it does not."""
     findings = [finding for level in report.levels for finding in level.findings]
-    return next((str(one.figures["message"]) for one in findings if one.figures.get("raises") == "flax"), "")
+    return next((dict(one.figures) for one in findings if one.figures.get("raises") == "flax"), {})
 
 
 def raising(report: "Report") -> str:

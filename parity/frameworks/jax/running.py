@@ -127,6 +127,8 @@ def hashable(value: Any) -> bool:
 
 def cast(array: np.ndarray, dtype: str | None) -> np.ndarray:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
+    if dtype == "float64" and jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return array.astype(np.complex128)
     return array.astype(jnp.dtype(dtype)) if dtype and floating else array
 
 

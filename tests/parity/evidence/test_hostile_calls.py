@@ -103,6 +103,45 @@ def test_a_scripted_model_is_refused_as_what_it_is():
         parity.compare(scripted, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), normal(3, 4))
 
 
+class TorchPixels(nn.Module):
+    """What images of whole numbers are normalised by stands in the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv((x.float() / 255 - 0.5) / 0.25)).mean((2, 3)))
+
+
+class FlaxPixels(nnx.Module):
+    def __init__(self):
+        self.conv = nnx.Conv(3, 4, (3, 3), padding="VALID", rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = jnp.moveaxis(x, 1, -1).astype(jnp.float32)
+        return self.head(nnx.relu(self.conv((x / 255 - 0.5) / 0.25)).mean((1, 2)))
+
+
+def test_pixels_that_are_made_floats_in_the_model_are_compared_and_traced():
+    pair = transferred(TorchPixels(), FlaxPixels(), "pixels")
+    x = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 7)).astype(np.uint8)
+    report = parity.compare(*pair, x, **FAST)
+    assert report.passed, str(report)
+    # On both sides the quotients are float32 even in a float64 run, and XLA multiplies by the reciprocal.
+    trace = parity.trace(*pair, x)
+    assert trace.passed, str(trace)
+    pair[1].head.kernel.set_value(pair[1].head.kernel.get_value() * (1 + 1e-4))
+    assert parity.trace(*pair, x).first_divergence().path == "head"
+
+
+def test_complex_arguments_are_widened_like_others():
+    z = (normal(3, 4) + 1j * normal(3, 4, name="imaginary")).astype(np.complex64)
+    report = parity.compare(*pair(lambda x, z: x + z.abs(), lambda x, z: x + jnp.abs(z)), normal(3, 4), z, **FAST)
+    assert report.passed, str(report)
+
+
 def test_what_torch_export_made_is_compared():
     torch_model, flax_model = transferred(nn.Linear(4, 4), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "line")
     exported = torch.export.export(torch_model, (torch.from_numpy(normal(3, 4)),)).module()

@@ -114,6 +114,16 @@ def test_an_argument_that_flax_alone_asks_for_is_to_be_bound():
     assert [hint["code"] for hint in report.to_dict()["hints"] if hint["kind"] == "next"] == ["bind-the-argument"]
 
 
+def test_a_flax_model_that_decides_by_values_in_python_is_told_that_it_runs_compiled():
+    class FlaxDecides(FlaxTwo):
+        def __call__(self, x):
+            return super().__call__(x if float(x.sum()) > -1e9 else -x)
+
+    report = parity.compare(*two(FlaxDecides), X)
+    assert report.verdict == "one side raises" and "let jnp.where or jax.lax.cond decide" in str(report).splitlines()[-1]
+    assert [hint["code"] for hint in report.to_dict()["hints"] if hint["kind"] == "next"] == ["decide-inside-jit"]
+
+
 def test_a_torch_model_that_does_not_run_in_float64_is_not_said_to_refuse_the_inputs():
     class TorchSingle(TorchTwo):
         def forward(self, x):
