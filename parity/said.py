@@ -57,6 +57,8 @@ HINTS = {
 # The one thing to do next.
 NEXT = {
     "mend-what-raises": "one side raises: mend it, or give inputs that both take",
+    "decide-inside-jit": "Flax decides by values in Python, which jax.jit does not let it: use jnp.where or jax.lax.cond",
+    "bind-the-argument": "Flax asks for an argument that torch does not have: bind it",
     "name-the-counterparts": "pair parameters by rename={...}",
     "return-the-same-tree": "return the same structure on both sides",
     "set-it-alike": "set what differs alike on both sides",

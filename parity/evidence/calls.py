@@ -22,7 +22,7 @@ class Call:
         castable: paths of the floating point arrays that carry values, not masks: they take
             on the dtype of a run and get gradients.
         added: paths of the floating point masks: torch adds them to scores of the same dtype alone, so that
-            they too take on the dtype of a run, but they get no gradient and are never drawn.
+            they too take on the dtype of a run, but they get no gradient and are never drawn. So do complex arrays.
         masks: paths of the arguments that the model calls masks.
     """
 

@@ -14,7 +14,6 @@ from parity.evidence.ladder import CLIMB, numbers
 from parity.evidence.lints import lint
 from parity.evidence.made_good import made_good
 from parity.evidence.notes import Note
-from parity.evidence.repeatability import refuse_flax
 from parity.evidence.result import LEVELS, TRAINING, Finding, LevelResult, Report
 from parity.evidence.subject import Subject
 from parity.evidence.trace import trace_subject
@@ -93,8 +92,8 @@ def compare(
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands, both models refuse it (its `code`
-            is 'both sides raise'), ids are out of range, or a model returns other numbers when it is run
-            again ('not repeatable').
+            is 'both sides raise') or return nothing ('nothing returned'), ids are out of range, or a model
+            returns other numbers, or raises, when it is run again ('not repeatable').
         MissingFrameworkError: a framework is not installed.
     """
     drops, ways = replays(dropout), checked_modes(modes)
@@ -134,8 +133,8 @@ def compare(
 
 def with_training(report: Report, plan: Plan) -> Report:
     """The same with the level `training`; each of its steps has dropout masks of its own."""
-    if report.verdict == "one side raises":
-        refused = next(level for level in report.levels if level.level == "structure")
+    refused = next((level for level in report.levels if level.figures.get("raises")), None)
+    if refused is not None:
         return replace(report, levels=(*report.levels, LevelResult(TRAINING, "not run", refused.findings[0].what)))
     result, trained = training(plan)
     return replace(report, levels=(*report.levels, result), training=trained)
@@ -164,6 +163,8 @@ def climb(
         seconds: as `diagnose_seconds` in `compare`.
     """
     running = bool(set(levels) - {"weights"})
+    if running:
+        subject.renew()
     ids = check_ids(subject) if running else frozenset()
     refused = refusals(subject) if running else None
     options: dict[str, dict[str, Any]] = {"structure": {"strict": strict, "spoil": spoil}, "native": {"modes": modes}}
@@ -179,8 +180,9 @@ def climb(
             results.append(attempt(level, subject, options.get(level, {})))
     results = results if refused else made_good(subject, results)
     failed = not refused and any(result.status == "failed" for result in results)
-    if failed and running:
-        refuse_unrepeatable(subject)
+    stopped = not refused and any(result.status == "not run" for result in results)
+    if (failed or stopped) and running:
+        subject.repeatable  # noqa: B018
     lost: list[Note] = []
     path = attempted("trace", lambda: trace_subject(subject), lost) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.
@@ -200,22 +202,6 @@ def climb(
         backward=backward,
         transfer=as_planned(subject.pairing),
     )
-
-
-def refuse_unrepeatable(subject: Subject) -> None:
-    """Refuse a Flax model that draws outside of jax's random keys: traced again, it returns other numbers.
-
-    Looked for only where a level failed: a model whose two draws both agree with torch draws nothing that counts.
-
-    Raises:
-        InputError: it does.
-    """
-    try:
-        refuse_flax(subject.flax, subject.flax_model, subject.call, reseed=False)
-    except InputError:
-        raise
-    except Exception:
-        return
 
 
 def remarks(subject: Subject, results: list[LevelResult]) -> tuple[Note, ...]:
@@ -267,7 +253,7 @@ def refusals(subject: Subject) -> LevelResult | None:
     """The level `structure`, failed, if one side refuses the inputs.
 
     Raises:
-        InputError: both do.
+        InputError: both do, or neither returns anything.
     """
     errors: dict[str, Exception] = {}
     try:
@@ -287,12 +273,23 @@ def refusals(subject: Subject) -> LevelResult | None:
         told = f"torch: {raised(errors['torch'])}. Flax: {raised(errors['flax'])}"
         raise InputError(f"both models refuse these inputs. {told}", "both sides raise")
     if not errors:
+        refuse_nothing(subject)
         return None
     [(name, error)] = errors.items()
     expected, actual = (f"raises {raised(error)}", "returns") if name == "torch" else ("returns", f"raises {raised(error)}")
     figures = {"raises": name, "error": type(error).__name__, "message": str(error), "line": users_line(error)}
     finding = Finding("", f"expected (torch) {expected}; actual (flax) {actual}", figures)
     return LevelResult("structure", "failed", "one side refuses the inputs", {"raises": name}, (finding,))
+
+
+def refuse_nothing(subject: Subject) -> None:
+    """Refuse models of which neither returns anything: they would agree whatever they compute.
+
+    Raises:
+        InputError: neither does.
+    """
+    if all(leaf is None for run in (subject.torch_native, subject.flax_native) for leaf in run.outputs.values()):
+        raise InputError("both models return nothing, so that nothing can be compared; return what counts", "nothing returned")
 
 
 def checked_modes(modes: Iterable[str]) -> tuple[str, ...]:

@@ -63,12 +63,16 @@ def diagnose(
         Causes by module, the best first; wrong modules that no hypothesis explains are named too.
 
     Raises:
-        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, or
-            `seconds` is no positive number.
+        InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, they differ and
+            one of them returns other numbers when it is run again ('not repeatable'), or `seconds` is no positive number.
     """
     seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
-    return diagnose_subject(subject, seconds)
+    subject.renew()
+    found = diagnose_subject(subject, seconds)
+    if not found.passed:
+        subject.repeatable  # noqa: B018
+    return found
 
 
 def checked_seconds(seconds: Any, name: str) -> float:

@@ -19,6 +19,7 @@ from parity.evidence.numerics import (
     wide,
 )
 from parity.evidence.subject import Subject
+from parity.evidence.trees import in_words
 from parity.evidence.trial import Place, Trial, broadcasts_alike, is_array, like, regrouped
 
 # A difference that large is no question of rounding, not even of a module that computes in float32 all through a
@@ -216,4 +217,4 @@ def over(gap: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 def told(value: Any) -> str:
-    return f"an array {value.shape}" if is_array(value) else repr(value)
+    return f"an array {value.shape}" if is_array(value) else in_words(value)

@@ -29,6 +29,7 @@ from parity.evidence.numerics import (
 from parity.evidence.overflow import left_range, left_range_note, overflows
 from parity.evidence.result import Finding, LevelResult
 from parity.evidence.subject import Subject, changed
+from parity.evidence.trees import in_words
 from parity.evidence.unseen import explained_by_flushing, undecided_integers
 from parity.said import Said
 from parity.weights.leaf import DTYPES, digest
@@ -156,7 +157,7 @@ def trees_differ(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> bool
 
 
 def kind(value: Any) -> str:
-    return f"an array {value.shape} {value.dtype}" if isinstance(value, np.ndarray) else repr(value)
+    return f"an array {value.shape} {value.dtype}" if isinstance(value, np.ndarray) else in_words(value)
 
 
 def bad_inputs(subject: Subject, strict: bool) -> tuple[list[Finding], list[str]]:

@@ -1,12 +1,21 @@
 """Models that return other numbers when they are run again: where it begins, and what to do."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from parity.errors import InputError
+from parity.errors import InputError, NotRecordedError, raised
 from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.numerics import same_bits
+
+if TYPE_CHECKING:
+    from parity.evidence.subject import Subject
+
+Result = TypeVar("Result")
+
+# How often a model is run again where something failed: what it draws may count in some runs only.
+AGAIN = 3
 
 ADVICE = {
     "torch": "turn off what is random in it (dropout that ignores .eval(), sampling), then compare again",
@@ -27,6 +36,26 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> str | None:
         if not same:
             return path
     return next((path for path in other if path not in one), None)
+
+
+def run_again(side: str, run: Callable[[], Result]) -> Result:
+    """Another run of a model that has returned on equal input.
+
+    Raises:
+        InputError: it raises this time.
+    """
+    try:
+        return run()
+    except NotRecordedError:
+        raise
+    except Exception as error:
+        raise raises_at_times(side, error) from None
+
+
+def raises_at_times(side: str, error: Exception) -> InputError:
+    """What a model is refused with that returns in one run and raises in another."""
+    told = f"the {side} model raises in one run and returns in another on equal input: {raised(error)}; "
+    return InputError(told + "let nothing that it keeps from call to call change what it does", "not repeatable")
 
 
 def refuse_torch(room: Any, model: Any, call: Call, first: Evaluation, second: Evaluation) -> None:
@@ -83,10 +112,51 @@ def refuse_flax(room: Any, model: Any, call: Call, *, reseed: bool) -> None:
     raise InputError(f"the Flax model {why}; {beginning([modules, others], kinds)}{ADVICE['flax']}", "not repeatable")
 
 
+def refuse_unrepeatable(subject: "Subject") -> None:
+    """Refuse models that draw outside of their framework's generators, or go by what they keep from call to call.
+
+    Looked for only where something failed: a model of which all runs so far agree draws nothing that counts. Torch runs in
+    float64, which shows what float32 rounds away; Flax is traced anew.
+
+    Raises:
+        InputError: one does, or raises where it returned before.
+    """
+    torch, flax, call = subject.torch, subject.flax, subject.call
+
+    def wide() -> Evaluation:
+        found: Evaluation = torch.evaluate(subject.torch_model, call, dtype="float64")
+        return found
+
+    def twice() -> None:
+        # Each time it is pinned, torch's generator stands where it stood before.
+        with torch.pinned():
+            first, *others = wide(), *(run_again("torch", wide) for _ in range(AGAIN))
+        for other in others:
+            refuse_torch(torch, subject.torch_model, call, first, other)
+
+    def anew() -> None:
+        subject.refuse_drawing()
+        if "flax_native" in vars(subject):
+            run_again("Flax", lambda: flax.traced(subject.flax_model, call))
+        refuse_flax(flax, subject.flax_model, call, reseed=False)
+
+    # The masks of a run that drops are those of that run.
+    checks = {"torch": twice if subject.dropping is None else lambda: None, "flax": anew}
+    for check in (check for side, check in checks.items() if side not in subject.recorded):
+        try:
+            check()
+        except InputError:
+            raise
+        except Exception:
+            # What cannot run for another reason is told where it is asked to.
+            continue
+
+
 def same_traces(room: Any, model: Any, call: Call) -> bool:
-    """Whether jax traces a model alike twice; a model that decides by values cannot be traced, and has to be run."""
+    """Whether jax traces a model alike each time; a model that decides by values cannot be traced, and has to be run."""
     try:
-        return bool(room.traced(model, call) == room.traced(model, call))
+        first = room.traced(model, call)
+        return all(room.traced(model, call) == first for _ in range(AGAIN))
     except Exception:
         return False
 

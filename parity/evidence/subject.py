@@ -16,7 +16,7 @@ from parity.evidence.calls import Call, Captured, Evaluation
 from parity.evidence.input_sets import one_call
 from parity.evidence.numerics import UNIT, Noise, alike, finite_scale, jittered, largest_gap, noise_of, wide
 from parity.evidence.padding import Padding
-from parity.evidence.repeatability import refuse_flax, refuse_torch, unequal
+from parity.evidence.repeatability import raises_at_times, refuse_flax, refuse_torch, refuse_unrepeatable, run_again, unequal
 from parity.evidence.trees import flatten, mapped
 from parity.frameworks import describe, imported, load, owner
 from parity.linen import Linen
@@ -130,6 +130,26 @@ class Subject:
             )
         return problems
 
+    def renew(self) -> None:
+        """Let go of what was compiled of a Flax model whose code is another by now."""
+        if "flax" in self.recorded:
+            return
+        try:
+            self.flax.forget_changed(self.flax_model, self.call)
+        except Exception:
+            # What raises here raises again where it is reported.
+            return
+
+    @cached_property
+    def repeatable(self) -> bool:
+        """True, looked for once, where something failed.
+
+        Raises:
+            InputError: a model returns other numbers, or raises, when it is run again.
+        """
+        refuse_unrepeatable(self)
+        return True
+
     # --- runs ---------------------------------------------------------------------------------
 
     @cached_property
@@ -137,9 +157,9 @@ class Subject:
         """Torch as the user runs it."""
         with self.torch.pinned():
             before = self.torch.random_state()
-            run = self.torch.evaluate(self.torch_model, self.call)
+            run = self.torch_once()
             drawn = self.torch.random_state() != before
-            again = [self.torch.evaluate(self.torch_model, self.call) for _ in range(DRAWN_RUNS if drawn else 0)]
+            again = [run_again("torch", self.torch_once) for _ in range(DRAWN_RUNS if drawn else 0)]
         for other in again:
             refuse_torch(self.torch, self.torch_model, self.call, run, other)
         refuse_complex(run)
@@ -149,18 +169,33 @@ class Subject:
         # run other kernels then: if it differs, only one more like the first can tell.
         if whole is run or unequal(run.outputs, whole.outputs) is not None:
             with self.torch.pinned():
-                other = self.torch.evaluate(self.torch_model, self.call)
+                other = run_again("torch", self.torch_once)
             refuse_torch(self.torch, self.torch_model, self.call, run, other)
         return self.padding.seen(whole)
 
+    def torch_once(self) -> Evaluation:
+        """One run of torch as the user runs it."""
+        return self.torch.evaluate(self.torch_model, self.call)
+
     def with_gradients(self, run: Evaluation) -> Evaluation:
-        """The same run with gradients, or, for a model that cannot be differentiated, without."""
+        """The same run with gradients, or, for a model that cannot be differentiated, without.
+
+        Raises:
+            InputError: it can, but not each time.
+        """
+        cotangents = self.cotangents_for(run)
         try:
             with self.torch.pinned():
-                return self.torch.evaluate(self.torch_model, self.call, cotangents=self.cotangents_for(run))
+                return self.torch.evaluate(self.torch_model, self.call, cotangents=cotangents)
         except Exception as error:
-            self.give_up_gradients("torch", error)
+            refused = error
+        try:
+            with self.torch.pinned():
+                self.torch.evaluate(self.torch_model, self.call, cotangents=cotangents)
+        except Exception:
+            self.give_up_gradients("torch", refused)
             return run
+        raise raises_at_times("torch", refused)
 
     def give_up_gradients(self, side: str, error: Exception) -> None:
         """Go on without gradients: a model that runs forwards only can still be compared forwards."""
@@ -464,7 +499,7 @@ def as_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         kwargs: keyword arguments.
 
     Raises:
-        InputError: an array holds no values.
+        InputError: an array holds no values, or other things than numbers.
     """
 
     def plain(path: str, value: Any) -> Any:
@@ -475,14 +510,32 @@ def as_call(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
                     return np.array(room.to_numpy(value))
                 except InputError as error:
                     raise InputError(f"{path}: {first_line(error)}") from None
+                except Exception as error:
+                    raise InputError(f"{path} is no array of numbers: {first_line(error)}") from None
         return np.array(value) if isinstance(value, np.ndarray) else value
 
     new_args, new_kwargs = mapped(plain, tuple(args), "args"), mapped(plain, dict(kwargs), "kwargs")
     masks = tuple(mask_paths(model, args, kwargs))
     call = Call(new_args, new_kwargs, masks=masks)
+    strange = [problem for path, array in arrays_of(call) if (problem := strangeness(path, array))]
+    if strange:
+        raise InputError(listed("cannot compare", strange))
     floats = frozenset(path for path, array in arrays_of(call) if "float" in str(array.dtype))
+    paired = frozenset(path for path, array in arrays_of(call) if array.dtype.kind == "c")
     values = frozenset(path for path in floats if not path.startswith(masks))
-    return replace(call, castable=values, added=floats - values)
+    return replace(call, castable=values, added=(floats - values) | paired)
+
+
+def strangeness(path: str, array: np.ndarray) -> str:
+    """Why neither framework takes an array, '' if nothing speaks against it."""
+    # Small floats such as bfloat16 are of kind V to NumPy too.
+    if array.dtype.kind in "OSUTMm" or array.dtype.type is np.void:
+        held = "records" if array.dtype.names else array.dtype.name
+        return f"{path} holds {held}, which are no numbers; give an array of numbers"
+    if not array.dtype.isnative:
+        native = array.dtype.newbyteorder("=").name
+        return f"{path} has the byte order of another kind of machine; give it as .astype({native!r})"
+    return ""
 
 
 def plain_masks(given: Any) -> Any:

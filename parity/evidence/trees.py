@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from typing import Any
 
 
@@ -46,6 +47,13 @@ def mapped(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
         names = [f.name for f in fields(tree) if f.init]
         return replace(tree, **{name: mapped(change, getattr(tree, name), f"{path}.{name}") for name in names})
     return change(path, tree)
+
+
+def in_words(leaf: Any) -> str:
+    """A leaf that is no array, in a few words: how an object of a foreign class prints itself tells no reader anything."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | Enum):
+        return repr(leaf)
+    return f"an object of the class {type(leaf).__qualname__}, which cannot be compared"
 
 
 def containers(args: Any, kwargs: Any) -> dict[str, tuple[tuple[str, int], ...]]:

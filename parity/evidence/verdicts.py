@@ -17,7 +17,8 @@ VERDICTS = {
     "trained otherwise": "the functions are the same, and part in training",
     "differs": "a level failed otherwise",
     "both sides raise": "both models refuse the inputs (the code of an InputError)",
-    "not repeatable": "a model returns other numbers when it is run again (the code of an InputError)",
+    "nothing returned": "neither model returns anything (the code of an InputError)",
+    "not repeatable": "a model returns other numbers, or raises, when it is run again (the code of an InputError)",
     "ids out of range": "an argument names rows that a table has not (the code of an InputError)",
 }
 
@@ -31,8 +32,9 @@ def verdict_of(report: "Report") -> str:
     if not failed:
         return "not proved"
     for level, figure, verdict in (
-        ("structure", "raises", "one side raises"),
+        # Models of other parts seldom take the same inputs either.
         ("weights", "cannot be paired", "cannot be paired"),
+        ("structure", "raises", "one side raises"),
         ("structure", "trees differ", "outputs differ in structure"),
     ):
         if level in failed and failed[level].figures.get(figure):

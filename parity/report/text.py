@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -125,7 +126,7 @@ def set_lines(report: "Report") -> list[str]:
 
 def ladder_lines(report: "Report", shown: int) -> list[str]:
     """Every level; those that could not run for one reason together."""
-    raising = report.verdict == "one side raises"
+    raising = any(level.figures.get("raises") for level in report.levels)
     brief = any(level.level == "identical" and level.status == "failed" for level in report.levels)
     divergence = report.trace is not None and report.trace.first_divergence() is not None
     # Where the numbers stand in another section, a level may go without them.
@@ -160,10 +161,25 @@ NEXT_OF = {
 }
 
 
+# How Python names the first argument that a function asks for and is not given.
+MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: '(\w+)'")
+
+
+# What jax raises where Python asks for a number that a compiled program has not yet.
+TRACED = ("ConcretizationTypeError", "TracerBoolConversionError", "TracerArrayConversionError", "TracerIntegerConversionError")
+
+
 def next_step(report: "Report") -> Said | None:
     """The one thing to do; None if there is nothing to do."""
     if report.passed:
         return None
+    raises = raised_by_flax(report) if report.verdict == "one side raises" else {}
+    if raises.get("error") in TRACED:
+        return Said("decide-inside-jit", "let jnp.where or jax.lax.cond decide, not Python: Flax runs as under jax.jit here")
+    asked = MISSING.search(raises.get("message", ""))
+    if asked:
+        first = f"parity.Linen(module, variables, {asked[1]}=...), or give {asked[1]} a default in an nnx.Module"
+        return Said("bind-the-argument", f"bind what Flax alone asks for: {first}")
     if report.verdict in NEXT_OF:
         return NEXT_OF[report.verdict]
     if report.diagnosis is None and any(note.code == "recorded" for note in report.notes):
@@ -249,6 +265,12 @@ def headline(report: "Report") -> str:
         "outputs differ in structure": f"NOT the same function: the outputs differ in structure{on}",
         "differs": f"NOT the same function{on}",
     }[report.verdict]
+
+
+def raised_by_flax(report: "Report") -> dict[str, str]:
+    """What Flax raises where torch does not: its class and its message; nothing if it does not."""
+    findings = [finding for level in report.levels for finding in level.findings]
+    return next((dict(one.figures) for one in findings if one.figures.get("raises") == "flax"), {})
 
 
 def raising(report: "Report") -> str:

@@ -1,6 +1,5 @@
 """Calls of modules on the record, and one module run on what it is told to take: what NNX and Linen have in common."""
 
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from parity.evidence.trees import flatten, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.pieces import in_pieces
 from parity.frameworks.jax.recording import Recorder
-from parity.frameworks.jax.running import Arguments, Frozen, Slot, compile_body, hashable
+from parity.frameworks.jax.running import Arguments, Frozen, Slot, compile_body, hashable, remembered
 from parity.frameworks.source_lines import caller
 
 # What a module below answers, by its path: for each of its calls, arrays by path in what it returns.
@@ -151,7 +150,7 @@ def answered(
     return Alone({**body.statics, **plain}, found, seen)  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(maxsize=512)
+@remembered
 def answering(program: Watched, skeleton: Frozen, spec: tuple[tuple[str, int], ...]) -> Callable[..., Any]:
     """A module as a pure function of parameters, arguments and the replies of the modules in `spec`."""
 

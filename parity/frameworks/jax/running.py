@@ -13,7 +13,7 @@ import numpy as np
 
 from parity.errors import InputError, first_line
 from parity.evidence.calls import Call, Evaluation
-from parity.evidence.trees import containers, flatten, mapped
+from parity.evidence.trees import containers, flatten, in_words, mapped
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.settings import Held
 
@@ -127,6 +127,8 @@ def hashable(value: Any) -> bool:
 
 def cast(array: np.ndarray, dtype: str | None) -> np.ndarray:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
+    if dtype == "float64" and jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return array.astype(np.complex128)
     return array.astype(jnp.dtype(dtype)) if dtype and floating else array
 
 
@@ -151,7 +153,48 @@ def functional(program: Program, skeleton: Frozen, heads: tuple[str, ...] | None
     return make(program, skeleton, heads)
 
 
-@functools.lru_cache(maxsize=512)
+# Makers of programs that are made once; what they made is let go of by `forget_changed`.
+REMEMBERED: list[Any] = []
+
+
+def remembered(make: Callable[..., Any]) -> Any:
+    """A maker of programs that makes each once, as long as the code of models stays what it is."""
+    kept = functools.lru_cache(maxsize=512)(make)
+    REMEMBERED.append(kept)
+    return kept
+
+
+# Of how many models it is known what their programs were when they were made.
+KNOWN = 512
+TEXTS: dict[Hashable, int | None] = {}
+
+
+def forget_changed(prepared: "Prepared") -> None:
+    """Let go of all programs if a model does otherwise than when its program was made.
+
+    A class tells nothing of that: it stays the same where a function that it calls is defined anew, as in a notebook, or its
+    module is loaded again. Costs one trace.
+    """
+    program, *given, arguments = prepared
+    if not hashable(program):
+        return
+    arrays = jax.tree.leaves((*given, arguments.values, arguments.others))
+    key = program, arguments.skeleton, tuple((a.shape, str(a.dtype)) for a in arrays)
+    try:
+        text, held = program_text(prepared)
+        now = hash((text, tuple(held)))
+    except Exception:
+        # What it raises is told where it is run.
+        now = None
+    if TEXTS.pop(key, now) != now:
+        for make in REMEMBERED:
+            make.cache_clear()
+    TEXTS[key] = now
+    if len(TEXTS) > KNOWN:
+        del TEXTS[next(iter(TEXTS))]
+
+
+@remembered
 def cached_functional(program: Program, skeleton: Frozen, heads: tuple[str, ...] | None) -> Callable[..., Any]:
 
     def forward(parameters: Any, rest: Any, values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +258,9 @@ def program_text(prepared: Prepared) -> tuple[str, list[bytes]]:
     traced = jax.make_jaxpr(lambda *args: body(*args))(  # noqa: PLW0108
         *given, arguments.values, arguments.others, {}
     )
-    return re.sub("0x[0-9a-f]+", "", str(traced)), [np.asarray(c).tobytes() for c in constants(traced)]
+    # What is returned beside arrays does not stand in the program.
+    statics = {path: in_words(leaf) for path, leaf in getattr(body, "statics", {}).items()}
+    return re.sub("0x[0-9a-f]+", "", f"{traced} {statics}"), [np.asarray(c).tobytes() for c in constants(traced)]
 
 
 def constants(traced: Any) -> Iterator[Any]:

@@ -29,6 +29,7 @@ from parity.frameworks.linen.leaves import owns as owns
 from parity.frameworks.linen.leaves import refusals as refusals
 from parity.frameworks.linen.running import draws as draws
 from parity.frameworks.linen.running import evaluate as evaluate
+from parity.frameworks.linen.running import forget_changed as forget_changed
 from parity.frameworks.linen.running import output_dtypes as output_dtypes
 from parity.frameworks.linen.running import problems_before_running as problems_before_running
 from parity.frameworks.linen.running import raises as raises

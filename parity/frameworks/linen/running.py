@@ -14,7 +14,7 @@ from flax import linen as nn
 from parity.errors import first_line
 from parity.evidence.calls import Call, Evaluation
 from parity.evidence.trees import mapped
-from parity.frameworks.jax import widening
+from parity.frameworks.jax import running, widening
 from parity.frameworks.jax.arrays import is_array
 from parity.frameworks.jax.keys import reached
 from parity.frameworks.jax.running import (
@@ -233,6 +233,12 @@ def traced(model: Linen, call: Call, dtype: str | None = None) -> tuple[str, lis
     """
     with pinned(double=dtype == "float64"), widened(model, dtype):
         return program_text(prepare(model, call, dtype, None))
+
+
+def forget_changed(model: Linen, call: Call) -> None:
+    """Let go of all compiled programs if the model does otherwise than when its own was compiled."""
+    with pinned(double=False):
+        running.forget_changed(prepare(model, call, None, None))
 
 
 def output_dtypes(model: Linen, call: Call, dtype: str) -> dict[str, str]:

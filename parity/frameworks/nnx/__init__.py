@@ -30,6 +30,7 @@ from parity.frameworks.nnx.leaves import to_numpy as to_numpy
 from parity.frameworks.nnx.leaves import walk as walk
 from parity.frameworks.nnx.running import draws as draws
 from parity.frameworks.nnx.running import evaluate as evaluate
+from parity.frameworks.nnx.running import forget_changed as forget_changed
 from parity.frameworks.nnx.running import left_behind as left_behind
 from parity.frameworks.nnx.running import output_dtypes as output_dtypes
 from parity.frameworks.nnx.running import problems_before_running as problems_before_running

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from parity.evidence.calls import Call, Evaluation
+from parity.frameworks.jax import running
 from parity.frameworks.jax.keys import reached
 from parity.frameworks.jax.running import Arguments, cast, dtypes_of_outputs, outcome, pinned, program_text, run
 from parity.frameworks.nnx.leaves import content, key_name, leaves, to_numpy, walk
@@ -200,6 +201,13 @@ def traced(model: Any, call: Call, dtype: str | None = None) -> tuple[str, list[
     with pinned(double=dtype == "float64"), widened(model, dtype):
         graphdef, *rest = prepare(model, call, dtype, None)
         return program_text((Graph(graphdef), *rest))
+
+
+def forget_changed(model: Any, call: Call) -> None:
+    """Let go of all compiled programs if the model does otherwise than when its own was compiled."""
+    with pinned(double=False):
+        graphdef, *rest = prepare(model, call, None, None)
+        running.forget_changed((Graph(graphdef), *rest))
 
 
 def output_dtypes(model: Any, call: Call, dtype: str) -> dict[str, str]:

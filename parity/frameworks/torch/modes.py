@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.frameworks.torch.leaves import dtype_name, torch_dtype
@@ -51,7 +52,7 @@ class Widened(Mode):
 
     def __init__(self, deployed: str | None):
         super().__init__()
-        self.kept_from = {torch_dtype(deployed or "float32"), torch.float32} - {torch.float64}
+        self.kept_from = kept_from(deployed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,6 +74,35 @@ class Widened(Mode):
             a.double() if isinstance(a, Tensor) and a.dtype in self.kept_from and not write else a
             for a, write in zip(args, writes, strict=False)
         )
+
+
+class Together(TorchFunctionMode):
+    """What `Widened` does, for functions that refuse two dtypes before it sees an operation.
+
+    A convolution of pixels that are made floats of in the forward pass is one.
+    """
+
+    ASKING = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
+    ASKING |= {"scaled_dot_product_attention"}
+
+    def __init__(self, deployed: str | None):
+        super().__init__()
+        self.kept_from = kept_from(deployed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if getattr(func, "__name__", "") in self.ASKING and any(a.dtype == torch.float64 for a in given):
+            args, kwargs = tuple(map(self.wide, args)), {name: self.wide(a) for name, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def wide(self, value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.dtype in self.kept_from else value
+
+
+def kept_from(deployed: str | None) -> set[torch.dtype]:
+    """The dtypes to which a float64 run must not be cut, of a model that is deployed in one."""
+    return {torch_dtype(deployed or "float32"), torch.float32} - {torch.float64}
 
 
 class Kinks(Mode):

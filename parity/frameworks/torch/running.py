@@ -18,7 +18,7 @@ from parity.evidence.trees import containers, flatten, mapped
 from parity.frameworks.settings import Held
 from parity.frameworks.torch.keeping import as_it_was, written
 from parity.frameworks.torch.leaves import dtype_name, from_numpy, is_array, kinds, to_numpy, torch_dtype
-from parity.frameworks.torch.modes import Widened
+from parity.frameworks.torch.modes import Together, Widened
 from parity.weights.paths import split
 
 # What else may be done about train mode.
@@ -68,7 +68,8 @@ def depends_on_mode(module: nn.Module) -> bool:
     if getattr(module, "dropout", 0) and isinstance(module.dropout, float):
         return True
     forward = type(module).forward
-    if forward.__module__.startswith("torch."):
+    # Of what torch.export made nothing tells where it was written.
+    if (forward.__module__ or "").startswith("torch."):
         return False
     code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
     return code is not None and "training" in code.co_names
@@ -230,8 +231,11 @@ def evaluate(
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
     widened = Widened(model_dtype(model)) if dtype == "float64" else contextlib.nullcontext()
+    # Of whole numbers a model may make floats of its own dtype; torch's compiler is left to itself.
+    whole = any(not tensor.is_floating_point() for tensor in arrays.values()) and not is_compiled(model)
+    together = Together(model_dtype(model)) if dtype == "float64" and whole else contextlib.nullcontext()
     grad = torch.enable_grad() if wants_gradients else torch.no_grad()
-    with grad, widened, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
+    with grad, widened, together, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
         state = once(model, replaced)
         fresh_versions = {path: tensor._version for path, tensor in state.items()}
         output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
@@ -280,6 +284,8 @@ def once(model: nn.Module, replaced: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fresh(tensor: Tensor, dtype: str | None, device: torch.device) -> Tensor:
     """A copy that no caller holds, floating point values in the asked dtype."""
     wanted = torch_dtype(dtype) if dtype and tensor.is_floating_point() else tensor.dtype
+    if dtype == "float64" and tensor.is_complex():
+        wanted = torch.complex128
     return tensor.detach().to(device=device, dtype=wanted, copy=True)
 
 
@@ -388,8 +394,12 @@ def output_dtypes(model: nn.Module, call: Call, dtype: str) -> dict[str, str]:
 
 def as_written(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let what torch.compile made run as it was written: compiling for what does not fit writes tracebacks to the screen."""
-    found = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if found else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else contextlib.nullcontext()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile made any part of a model."""
+    return any(type(module).__name__ == "OptimizedModule" for module in model.modules())
 
 
 def raises(model: nn.Module, call: Call, dtype: str | None = None) -> str | tuple[tuple[int, ...], ...]:

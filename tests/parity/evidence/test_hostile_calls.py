@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from evidence_pairs import normal, transferred
-from flax import nnx
+from evidence_pairs import draw, normal, transferred
+from flax import linen, nnx
 from torch import nn
 
 import jax_impl
@@ -101,6 +101,104 @@ def test_a_scripted_model_is_refused_as_what_it_is():
     scripted = torch.jit.script(nn.Linear(4, 4).eval())
     with pytest.raises(parity.InputError, match=r"the model is compiled by torch\.jit.*give the module it was made from"):
         parity.compare(scripted, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), normal(3, 4))
+
+
+class TorchPixels(nn.Module):
+    """What images of whole numbers are normalised by stands in the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv((x.float() / 255 - 0.5) / 0.25)).mean((2, 3)))
+
+
+class FlaxPixels(nnx.Module):
+    def __init__(self):
+        self.conv = nnx.Conv(3, 4, (3, 3), padding="VALID", rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = jnp.moveaxis(x, 1, -1).astype(jnp.float32)
+        return self.head(nnx.relu(self.conv((x / 255 - 0.5) / 0.25)).mean((1, 2)))
+
+
+def test_pixels_that_are_made_floats_in_the_model_are_compared_and_traced():
+    pair = transferred(TorchPixels(), FlaxPixels(), "pixels")
+    x = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 7)).astype(np.uint8)
+    report = parity.compare(*pair, x, **FAST)
+    assert report.passed, str(report)
+    # On both sides the quotients are float32 even in a float64 run, and XLA multiplies by the reciprocal.
+    trace = parity.trace(*pair, x)
+    assert trace.passed, str(trace)
+    pair[1].head.kernel.set_value(pair[1].head.kernel.get_value() * (1 + 1e-4))
+    assert parity.trace(*pair, x).first_divergence().path == "head"
+
+
+def test_complex_arguments_are_widened_like_others():
+    z = (normal(3, 4) + 1j * normal(3, 4, name="imaginary")).astype(np.complex64)
+    report = parity.compare(*pair(lambda x, z: x + z.abs(), lambda x, z: x + jnp.abs(z)), normal(3, 4), z, **FAST)
+    assert report.passed, str(report)
+
+
+def test_what_torch_export_made_is_compared():
+    torch_model, flax_model = transferred(nn.Linear(4, 4), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "line")
+    exported = torch.export.export(torch_model, (torch.from_numpy(normal(3, 4)),)).module()
+    assert parity.compare(exported, flax_model, normal(3, 4), levels=("structure", "identical")).passed
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.array([[1.0, None]], object), r"args\[0\] holds object, which are no numbers; give an array of numbers"),
+        (np.array(["a", "b"]), r"args\[0\] holds str32, which"),
+        (np.array(["2026-01-01"], "datetime64[D]"), r"args\[0\] holds datetime64\[D\], which"),
+        (np.zeros(3, [("a", "f4"), ("b", "i4")]), r"args\[0\] holds records, which"),
+        (np.ones((3, 4), ">f4"), r"args\[0\] has the byte order of another kind of machine; give it as \.astype\('float32'\)"),
+    ],
+)
+def test_an_array_of_no_numbers_is_refused_by_its_name(array, says):
+    with pytest.raises(parity.InputError, match=f"cannot compare: {says}"):
+        parity.compare(*pair(lambda x: x), array)
+
+
+def test_a_random_key_among_the_arguments_is_refused_by_its_name():
+    with pytest.raises(parity.InputError, match=r"args\[1\] is no array of numbers: .*PRNGKey"):
+        parity.compare(*pair(lambda x, key: x), normal(3, 4), jax.random.key(0))
+
+
+def helper(x):
+    return x
+
+
+class FlaxHelped(FlaxThen):
+    """Calls what a notebook may define anew: neither its class nor its parts tell."""
+
+    def __init__(self):
+        super().__init__(lambda x: None)
+
+    def __call__(self, x):
+        return helper(self.line(x))
+
+
+class LinenHelped(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return helper(linen.Dense(4, name="line")(x))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_function_that_is_defined_anew_is_what_is_compared(monkeypatch, kind):
+    torch_model = draw(TorchThen(torch.tanh), "helped")
+    flax_model = FlaxHelped() if kind == "nnx" else parity.Linen(LinenHelped(), None, normal(3, 4))
+    flax_model = parity.transfer(torch_model, flax_model).value
+    for function, same in [(jnp.sin, False), (jnp.tanh, True), (lambda x: jnp.tanh(x) * 1.01, False)]:
+        monkeypatch.setitem(globals(), "helper", function)
+        report = parity.compare(torch_model, flax_model, normal(3, 4), **FAST)
+        assert report.passed is same and (same or report.diagnosis.isolation.faults)
+        assert parity.diagnose(torch_model, flax_model, normal(3, 4)).passed is same
+        assert parity.trace(torch_model, flax_model, normal(3, 4)).passed is same
 
 
 def test_the_mirror_is_compared_under_strict_promotion():

@@ -520,3 +520,71 @@ def test_an_axis_of_one_that_the_sum_broadcasts_away_is_no_divergence():
     assert trace.steps[0].note == "output has shape (1, 5, 6) in torch, (5, 6) in flax"
     found = parity.trace(*transferred(TorchPlaces(), FlaxPlaces(rngs=nnx.Rngs(0), shift=1)), normal(3, 5, 6)).first_divergence()
     assert (found.path, found.reason) == ("places", "") and found.differing == 30
+
+
+# --------------------------------------------------------------- several modules of Flax with one array
+
+
+class TorchTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.a(torch.tanh(self.a(x))))
+
+
+class FlaxTied(nnx.Module):
+    """What torch calls twice is two modules with one kernel."""
+
+    def __init__(self, *, rngs, factor=1.0):
+        self.a, self.again, self.out = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+        self.again.kernel, self.again.bias = self.a.kernel, self.a.bias
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.out(self.again(jnp.tanh(self.a(x)) * self.factor))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_modules_with_one_array_are_the_calls_of_torchs_one(factor):
+    pair = transferred(TorchTwice(), FlaxTied(rngs=nnx.Rngs(0), factor=factor), "twice")
+    trace = parity.trace(*pair, normal(3, 4))
+    assert calls(trace) == [("a", 0), ("a", 1), ("out", 0), ("", 0)] and not trace.unpaired
+    assert trace.passed is (factor == 1.0), str(trace)
+    if not trace.passed:
+        found = trace.first_divergence()
+        assert (found.path, found.call, found.inputs) == ("a", 1, "differ")
+
+
+class TorchTiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.line = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.line(self.table(ids)) @ self.table.weight.T
+
+
+class FlaxHead(nnx.Module):
+    def __init__(self, table):
+        self.embedding = table
+
+    def __call__(self, x):
+        return x @ self.embedding[...].T
+
+
+class FlaxTiedHead(nnx.Module):
+    def __init__(self, *, rngs):
+        self.table, self.line = nnx.Embed(7, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.head = FlaxHead(self.table.embedding)
+
+    def __call__(self, ids):
+        return self.head(self.line(self.table(ids)))
+
+
+def test_a_module_for_what_is_code_in_torch_leaves_the_one_that_it_shares_an_array_with_paired():
+    pair = transferred(TorchTiedHead(), FlaxTiedHead(rngs=nnx.Rngs(0)), "tied head")
+    trace = parity.trace(*pair, np.array([[0, 3, 6], [2, 5, 1]]))
+    assert trace.passed and calls(trace) == [("table", 0), ("line", 0), ("", 0)]
+    assert trace.unpaired == ("head (flax only)",)

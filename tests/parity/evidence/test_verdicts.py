@@ -47,6 +47,12 @@ def test_models_without_a_common_parameter_cannot_be_paired():
     assert report.to_dict()["verdict"] == "cannot be paired"
 
 
+def test_models_that_cannot_be_paired_and_take_other_inputs_are_told_the_first():
+    report = parity.compare(two()[0], nnx.Linear(7, 9, rngs=nnx.Rngs(0)), X, diagnose=False)
+    assert report.verdict == "cannot be paired" and report.level("structure").figures["raises"] == "flax"
+    assert "  wiring, identical, native, gradients NOT RUN  one side raises" in str(report)
+
+
 def test_a_pair_with_one_strange_parameter_can_be_paired():
     class FlaxMore(FlaxTwo):
         def __init__(self, *, rngs):
@@ -93,6 +99,76 @@ def test_models_that_both_raise_are_refused_with_both_messages_and_lines():
     assert caught.value.code == "both sides raise"
     for part in ("torch: RuntimeError: torch will not (at test_verdicts.py:", "in forward)", "Flax: ValueError: flax will not"):
         assert part in str(caught.value)
+
+
+class FlaxAsks(FlaxTwo):
+    def __call__(self, x, train):
+        return super().__call__(x)
+
+
+def test_an_argument_that_flax_alone_asks_for_is_to_be_bound():
+    report = parity.compare(*two(FlaxAsks), X)
+    assert report.verdict == "one side raises"
+    bound = "parity.Linen(module, variables, train=...), or give train a default in an nnx.Module"
+    assert str(report).splitlines()[-1] == f"  next: bind what Flax alone asks for: {bound}"
+    assert [hint["code"] for hint in report.to_dict()["hints"] if hint["kind"] == "next"] == ["bind-the-argument"]
+
+
+def test_a_flax_model_that_decides_by_values_in_python_is_told_that_it_runs_compiled():
+    class FlaxDecides(FlaxTwo):
+        def __call__(self, x):
+            return super().__call__(x if float(x.sum()) > -1e9 else -x)
+
+    report = parity.compare(*two(FlaxDecides), X)
+    assert report.verdict == "one side raises" and "let jnp.where or jax.lax.cond decide" in str(report).splitlines()[-1]
+    assert [hint["code"] for hint in report.to_dict()["hints"] if hint["kind"] == "next"] == ["decide-inside-jit"]
+
+
+def test_a_torch_model_that_does_not_run_in_float64_is_not_said_to_refuse_the_inputs():
+    class TorchSingle(TorchTwo):
+        def forward(self, x):
+            if x.dtype == torch.float64:
+                raise TypeError("no double")
+            return super().forward(x)
+
+    with pytest.raises(parity.InputError, match=r"the torch model does not run in float64, in .*: TypeError: no double"):
+        parity.trace(*two(torch_class=TorchSingle), X)
+
+
+# ------------------------------------------------------------------------------ that return nothing, or what nobody knows
+
+
+class TorchSays(TorchTwo):
+    says: Any = None
+
+    def forward(self, x):
+        return self.says
+
+
+class FlaxSays(FlaxTwo):
+    says: Any = None
+
+    def __call__(self, x):
+        return self.says
+
+
+@pytest.mark.parametrize("nothing", [None, (), {"a": None}])
+def test_models_that_return_nothing_are_refused(monkeypatch, nothing):
+    monkeypatch.setattr(TorchSays, "says", nothing)
+    monkeypatch.setattr(FlaxSays, "says", nothing)
+    with pytest.raises(parity.InputError, match="both models return nothing") as caught:
+        parity.compare(*two(FlaxSays, TorchSays), X)
+    assert caught.value.code == "nothing returned"
+
+
+def test_an_object_that_no_level_knows_is_told_by_its_class(monkeypatch):
+    monkeypatch.setattr(TorchSays, "says", State())
+    monkeypatch.setattr(FlaxSays, "says", State())
+    report = parity.compare(*two(FlaxSays, TorchSays), X)
+    said = "an object of the class State, which cannot be compared"
+    assert report.level("structure").findings[0].what == f"expected (torch) {said}, actual (flax) {said}"
+    assert report.trace.first_divergence().reason == f"expected (torch) {said}, actual (flax) {said}"
+    assert " at 0x" not in str(report)
 
 
 # ------------------------------------------------------------------------------ other trees
@@ -185,6 +261,70 @@ def test_a_model_that_draws_and_returns_the_same_is_compared():
 )
 def test_two_runs_are_unequal_where_their_outputs_are(one, other, path):
     assert unequal(one, other) == path
+
+
+class TorchAtTimes(TorchTwo):
+    """Raises in some runs."""
+
+    runs, raising = 0, frozenset[int]()
+
+    def forward(self, x):
+        type(self).runs += 1
+        if self.runs in self.raising:
+            raise RuntimeError("not this time")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("raising", [{2}, {2, 3, 4, 5, 6}])
+def test_a_torch_model_that_raises_in_some_runs_is_refused_as_not_repeatable(monkeypatch, raising):
+    monkeypatch.setattr(TorchAtTimes, "runs", 0)
+    monkeypatch.setattr(TorchAtTimes, "raising", raising)
+    pair = two(torch_class=TorchAtTimes)
+    with pytest.raises(parity.InputError, match=r"torch model raises in one run and returns .*: not this time \(at") as caught:
+        parity.compare(*pair, X, modes="compiled")
+    assert caught.value.code == "not repeatable"
+
+
+def test_a_flax_model_that_raises_in_some_runs_is_refused_as_not_repeatable():
+    runs = []
+
+    class FlaxAtTimes(FlaxTwo):
+        def __call__(self, x):
+            runs.append(x)
+            if len(runs) > 2:
+                raise RuntimeError("not this time")
+            return super().__call__(x)
+
+    with pytest.raises(parity.InputError, match=r"Flax model raises in one run and returns .*: not this time \(at") as caught:
+        parity.compare(*two(FlaxAtTimes), X, levels=("structure", "native"), modes="eager")
+    assert caught.value.code == "not repeatable"
+
+
+class TorchClock(TorchTwo):
+    """What it draws shows in float64 alone."""
+
+    clock = 0
+
+    def forward(self, x):
+        type(self).clock += 1
+        return super().forward(x) + 1e6 + 1e-7 * self.clock
+
+
+def test_what_torch_draws_below_float32_is_no_fault_of_flax():
+    with pytest.raises(parity.InputError, match="the torch model returns different numbers") as caught:
+        parity.compare(*two(torch_class=TorchClock), X, levels="identical")
+    assert caught.value.code == "not repeatable"
+
+
+@pytest.mark.parametrize("entry", [parity.trace, parity.diagnose])
+def test_a_trace_or_a_diagnosis_names_no_fault_in_what_is_random(entry):
+    with pytest.raises(parity.InputError, match="the torch model returns different numbers") as caught:
+        entry(draw(TorchNoisyInside(), "two"), two()[1], X)
+    assert caught.value.code == "not repeatable"
+    torch_model, flax_model = draw(TorchTwo(), "two"), FlaxNoisyInside(rngs=nnx.Rngs(0))
+    parity.transfer(torch_model, flax_model)
+    with pytest.raises(parity.InputError, match="the Flax model returns different numbers"):
+        entry(torch_model, flax_model, X)
 
 
 class FlaxDrop(nnx.Module):
