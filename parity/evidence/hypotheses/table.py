@@ -111,6 +111,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
     Hypothesis("dropout left on", mode.key_of_its_own, resort=True),
+    Hypothesis("another layer", layers.never_called, resort=True),
     Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("precision", rounding.pinned),
     Hypothesis("order of axes", tensors.axes, resort=True),

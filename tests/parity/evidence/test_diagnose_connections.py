@@ -597,3 +597,42 @@ def test_of_a_table_nothing_is_said_about_batch_and_length():
     first = parity.diagnose(*pair, normal(3, 4, 5, 5)).causes[0]
     assert first.what == "what it gives table has its first two axes in the other order"
     assert first.change == "give it x.swapaxes(0, 1)"
+
+
+# ---------------------------------------------------------------- a loop that takes always the same layer
+
+
+class TorchLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+class FlaxLoop(nnx.Module):
+    def __init__(self, order: tuple[int, ...], rngs: nnx.Rngs):
+        self.blocks, self.order = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(3)]), order
+
+    def __call__(self, x):
+        for number in self.order:
+            x = x + jnp.tanh(self.blocks[number](x))
+        return x
+
+
+def test_layers_that_are_never_called_are_told():
+    pair = transferred(TorchLoop(), FlaxLoop((0, 0, 0), nnx.Rngs(0)), "loop")
+    found = parity.diagnose(*pair, FEATURES)
+    assert [one.path for one in found.isolation.faults] == [""], str(found)
+    what = "Flax never calls blocks.1 and blocks.2, and calls blocks.0 3 times where torch calls it 1"
+    assert (found.causes[0].hypothesis, found.causes[0].what) == ("another layer", what), str(found)
+
+
+def test_layers_that_are_called_in_another_order_are_no_layers_that_are_never_called():
+    pair = transferred(TorchLoop(), FlaxLoop((2, 1, 0), nnx.Rngs(0)), "loop")
+    found = parity.diagnose(*pair, FEATURES)
+    assert "or call the two in torch's order" in found.causes[0].change, str(found)
+    assert not [cause for cause in found.causes if "never" in cause.what], str(found)
