@@ -314,9 +314,9 @@ class Isolator:
             assert rule is not None
             own = skeleton(one, rule)
         found = refilled(one, own, axes, rule)
-        if rule is not None and not set(found.sources) - {MASK}:
-            # The model's own run gives it nothing that fits, which is a fault of who calls it: the layer itself is as the
-            # ledger knows it.
+        if rule is not None and lacking(by_argument(one, rule), found):
+            # The model's own run gives it nothing that fits, or leaves one out, which is a fault of who calls it: the layer
+            # itself is as the ledger knows it.
             found = refilled(one, skeleton(one, rule), axes, rule)
         if any(is_array(leaf) for leaf in mine.values()) and not set(found.sources) - {MASK}:
             shapes = ", ".join(str(leaf.shape) for leaf in mine.values() if is_array(leaf))
@@ -381,6 +381,17 @@ class Isolator:
             if type(theirs) is type(setting):
                 place = Place(name, number, path)
                 trial.expected[place], trial.actual[place] = setting, theirs
+
+
+def lacking(mine: Mapping[str, np.ndarray], found: Arguments) -> bool:
+    """Whether an array that torch gives a layer has no place among Flax's arguments, nor one that is the same."""
+    placed = [mine[path] for path in set(found.sources.values()) - {MASK}]
+    left = [array for path, array in mine.items() if path not in found.sources.values() and path != MASK]
+    return not placed or any(not any(array_equal(array, one) for one in placed) for array in left if array.dtype.kind == "f")
+
+
+def array_equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and np.array_equal(a, b)
 
 
 def arrays_by_path(tree: Any) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "silu": "silu",
     "elu": "elu",
+    "celu": "celu",
     "leaky_relu": "leaky relu",
     "tanh": "tanh",
     "sigmoid": "sigmoid",
@@ -68,6 +69,7 @@ COMPOSED: tuple[str, ...] = ("tanh shrink",)
 # Numbers that an activation takes: the place among its arguments, the name, torch's default, and what ports have instead.
 NUMBERS: dict[str, tuple[tuple[int, str, float, tuple[float, ...]], ...]] = {
     "softplus": ((1, "beta", 1.0, (1.0, 2.0, 0.5)), (2, "threshold", 20.0, (20.0, 1e9))),
+    "celu": ((1, "alpha", 1.0, (1.0, 0.5, 2.0)),),
     "elu": ((1, "alpha", 1.0, (1.0, 0.5, 2.0)), (3, "input_scale", 1.0, (1.0,))),
     "hardtanh": ((1, "min_val", -1.0, (-1.0, 0.0)), (2, "max_val", 1.0, (1.0, 6.0, 1e9))),
     "softshrink": ((1, "lambd", 0.5, (0.5, 1.0, 0.1)),),
@@ -91,6 +93,8 @@ def function_of(op: Operation) -> str:
         plain = "elu" if alpha == 1 else f"elu of alpha {alpha:g}"
         return "selu" if scale != 1 else f"celu of alpha {alpha:g}" if inner != 1 else plain
     name = ACTIVATIONS.get(op.name.rstrip("_"), "")
+    if name == "celu":
+        return f"celu of alpha {op.args[1]:g}" if op.args[1:] and op.args[1] != 1 else "elu"
     if name == "softplus" and op.args[1:2] not in ((), (1,)):
         return f"softplus of beta {op.args[1]:g}"
     return "tanh gelu" if name == "gelu" and op.kwargs.get("approximate") == "tanh" else name

@@ -2,10 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from parity.evidence.calls import Operation
+import numpy as np
+
+from parity.evidence.calls import Operation, fingerprint
 from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant, groups
 from parity.evidence.hypotheses.tensors import named_factor
 
@@ -57,6 +59,10 @@ def told_scale(number: float) -> str:
 
 def masking(suspect: Suspect) -> Iterator[Variant]:
     """A mask that hides other places, or that works otherwise."""
+    safe: Edits = {op.number: ("softmax", {"hidden": "nan"}) for op in suspect.named("safe_softmax")}
+    if safe and suspect.explained(suspect.again(safe))[0]:
+        # Where NaN in rows that see nothing is all that differs, the mask is right.
+        return
     ops = [
         op
         for op in suspect.operations
@@ -65,9 +71,12 @@ def masking(suspect: Suspect) -> Iterator[Variant]:
     for where, chosen in groups(ops):
         if not chosen or any(hides_by(op) != hides_by(chosen[0]) for op in chosen):
             continue
+        # Where a mask of numbers is made, what fills it with others comes to the same as leaving it out.
+        made = all(op.operands.get((0,)) == fingerprint(np.zeros(op.shapes[0])) for op in chosen)
+        yield from not_used(suspect, chosen, where) if made else ()
         yield from other_fills(suspect, chosen, where)
         yield from weak_fills(suspect, chosen, where) if hides_by(chosen[0]) == "add" else ()
-        for variant in other_masks(suspect, chosen, where):
+        for variant in itertools.chain(() if made else not_used(suspect, chosen, where), other_masks(suspect, chosen, where)):
             yield variant
             yield from then_nan(suspect, variant)
     yield from behind(suspect, ops)
@@ -199,6 +208,8 @@ def ways_of(shape: tuple[int, ...], scores: tuple[int, ...] = ()) -> list[tuple[
     return ways
 
 
+# Keys beyond which not every width of a window is tried.
+MOST_KEYS = 64
 # The place of the mask among the operands of what hides.
 PLACES = {"masked_fill": 1, "where as fill": 1, "where": 0, "add": 1}
 FILLING = ("masked_fill", "where as fill")
@@ -226,29 +237,48 @@ def other_masks(suspect: Suspect, chosen: list[Operation], where: str) -> Iterat
                 "line the diagonal up as torch does: jnp.tril(..., k=...)",
                 hiding(suspect, chosen, "mask", way="causal", at=place, steps=steps),
             )
+        for width in range(1, min(shape[-1], MOST_KEYS)):
+            yield Variant(
+                f"a window of {width} keys, the query's own among them, hides what torch shows{where}",
+                "show all keys that torch shows: leave the window out",
+                hiding(suspect, chosen, "mask", way="window", at=place, steps=width),
+            )
         for does, end in itertools.product(("shows", "hides"), ("before", "behind", "at both ends")):
             yield Variant(
                 f"the mask {does} one key more {end}{where}",
                 "let it end where torch's does",
                 hiding(suspect, chosen, "mask", way=f"{does} one more {end}", at=place),
             )
-    if name in (*FILLING, "add"):
-        yield Variant(f"the mask is not used{where}", "pass the mask on", hiding(suspect, chosen, "left out"))
-    if name in FILLING:
-        for sign in (1.0, -1.0):
-            meaning = "1 where torch hides" if sign > 0 else "0 where torch hides"
-            yield Variant(
-                f"the mask is added to the scores as numbers, {meaning}{where}",
-                "hide by jnp.where(mask, scores, -inf)",
-                hiding(suspect, chosen, "mask as number", sign=sign),
-            )
     if name == "add":
         yield Variant(f"the mask is added twice{where}", "add it once", suspect.edited(chosen, "twice", operand=1))
+
+
+def not_used(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
+    """The mask left out, or added as numbers: told before the fills that come to the same."""
+    name = hides_by(chosen[0])
+    if name in (*FILLING, "add"):
+        yield Variant(f"the mask is not used{where}", "pass the mask on", hiding(suspect, chosen, "left out"))
+    for sign in (1.0, -1.0) if name in FILLING else ():
+        meaning = "1 where torch hides" if sign > 0 else "0 where torch hides"
+        yield Variant(
+            f"the mask is added to the scores as numbers, {meaning}{where}",
+            "hide by jnp.where(mask, scores, -inf)",
+            hiding(suspect, chosen, "mask as number", sign=sign),
+        )
 
 
 FILLS = (float("-inf"), -1e20, -1e9, -1e10, -3.4028234663852886e38, -1.7976931348623157e308, -1e4, -1e30, -1e6)
 # Numbers that hide nothing: a mask that multiplies the scores leaves 0 there.
 WEAK = (0.0, -1.0, -10.0, -100.0, -1e3, -1e5)
+WEAKEST = 1e5
+
+
+def solved_fill(suspect: Suspect, edited: Callable[[float], Edited]) -> tuple[float, ...]:
+    """The number in hidden places that fits, if it is weak and none of the usual ones."""
+    if any(suspect.explained(edited(value)())[0] for value in WEAK):
+        return ()
+    found = suspect.solved(lambda value: edited(value)(), (-1.0, -3.0, -10.0, -30.0))
+    return () if found is None or abs(found) > WEAKEST else tuple(dict.fromkeys((float(f"{found:.3g}"), found)))
 
 
 def other_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
@@ -258,11 +288,11 @@ def other_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterat
     # What is given as an array is not on the record.
     mine = next(iter(chosen[0].args[2:3]), None) if hides_by(chosen[0]) == "masked_fill" else None
     own = f"{mine:g}" if mine is not None else "another number"
-    for value in (*FILLS, *WEAK):
+    for value in (*FILLS, *WEAK, *solved_fill(suspect, lambda v: hiding(suspect, chosen, "argument", index=2, value=v))):
         if value != mine:
             finite = f"finite in Flax, as {value:g}," if mine is not None and math.isinf(mine) else f"{value:g} in Flax"
             got = "NaN" if math.isinf(value) else "the average of all values"
-            got = "no place is hidden" if value in WEAK else f"a query that sees nothing gets {got}"
+            got = "no place is hidden" if abs(value) <= WEAKEST else f"a query that sees nothing gets {got}"
             fill = "torch's own number" if mine is None else own
             yield Variant(
                 f"hidden scores are {finite} and {own} in torch{where}: {got}",
@@ -280,7 +310,7 @@ def other_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterat
 
 def weak_fills(suspect: Suspect, chosen: list[Operation], where: str) -> Iterator[Variant]:
     """Hidden scores that are set to a number, where torch adds a mask of minus infinity."""
-    for value in (*WEAK, *FILLS):
+    for value in (*WEAK, *FILLS, *solved_fill(suspect, lambda v: suspect.edited(chosen, "refilled", value=v))):
         yield Variant(
             f"hidden scores are {value:g} in Flax where torch adds its mask{where}",
             "hide by jnp.where(mask, scores, -jnp.inf)",

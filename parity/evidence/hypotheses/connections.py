@@ -31,7 +31,23 @@ def answers_exchanged(suspect: Suspect) -> Iterator[Variant]:
         follows = any(array_equal(given(b), a.output) for a, b in ((one, other), (other, one)))
         if one.output.shape == other.output.shape and not np.array_equal(one.output, other.output) and not follows:
             what = f"what {told(one)} returns and what {told(other)} returns are taken for each other"
-            yield Variant(what, "exchange them back", replied(suspect, {one.key: other.output, other.key: one.output}))
+            layers = suspect.isolator.torch_layers
+            alike = layers[one.path].kinds == layers[other.path].kinds and len(one.args) == len(other.args) == 1
+            back = "exchange them back" + (", or call the two in torch's order" if alike else "")
+            yield Variant(what, back, replied(suspect, {one.key: other.output, other.key: one.output}))
+
+
+def answers_moved(suspect: Suspect) -> Iterator[Variant]:
+    """What a module below returns, taken from the end or moved by one, as a table of positions read backwards."""
+    calls = answering(suspect)
+    for one in calls if len(calls) <= MANY else ():
+        # The last axis is the features'.
+        for axis in range(one.output.ndim - 1):
+            moves = (("from the end", np.flip(one.output, axis)), ("moved by 1", np.roll(one.output, 1, axis)))
+            for said, array in (*moves, ("moved by -1", np.roll(one.output, -1, axis))):
+                if not np.array_equal(array, one.output):
+                    what = f"what {told(one)} returns is taken {said} along axis {axis}"
+                    yield Variant(what, "take it as it is", replied(suspect, {one.key: array}))
 
 
 def left_out(suspect: Suspect) -> Iterator[Variant]:

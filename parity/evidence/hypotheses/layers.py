@@ -1,6 +1,7 @@
 """Layers that are called in place of each other, or too often."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -61,3 +62,23 @@ def answered_by(suspect: Suspect, a: ModuleCall, b: ModuleCall, given: np.ndarra
         run = suspect.subject.torch.alone(suspect.subject.torch_model, b.path, (given,), {}, dtype=suspect.isolator.dtype)
     answers = [run.outputs[""] if one.key == a.key else one.output for one in children(suspect) if one.path == a.path]
     return torch_again(suspect.trial, suspect.subject, replies={**suspect.trial.replies, a.path: answers})
+
+
+def never_called(suspect: Suspect) -> Iterator[Variant]:
+    """Layers that Flax never calls, where it calls another of their kind too often: a loop that takes always the first."""
+    isolator = suspect.isolator
+    torchs = Counter(key[0] for key in isolator.children.get(suspect.trial.torch.key, ()))
+    flaxs = Counter(key[0] for key in isolator.own)
+    kinds = {path: isolator.torch_layers[path].kinds[0] for path in torchs}
+    counts = {path: flaxs[isolator.partners[path].path] for path in torchs}
+    often = [path for path in torchs if counts[path] > torchs[path]]
+    for path in often:
+        never = [other for other in torchs if not counts[other] and kinds[other] == kinds[path]]
+        if never:
+            left = " and ".join(never)
+            yield Variant(
+                f"Flax never calls {left}, and calls {path} {counts[path]} times where torch calls it {torchs[path]}",
+                f"call {left} where torch does",
+                # What is never called answers nothing that could be put in its place: the counts are what is known.
+                lambda: {place: suspect.trial.actual.get(place) for place in suspect.differing},
+            )

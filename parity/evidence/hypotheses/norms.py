@@ -30,6 +30,7 @@ def epsilon(suspect: Suspect) -> Iterator[Variant]:
 def outside_the_root(suspect: Suspect) -> Iterator[Variant]:
     """The small number added to the root, not under it; of any size, since it is then another quantity."""
     layers = [(op, op, op.args[4], "norm") for op in suspect.named("native_layer_norm")]
+    layers += [(op, op, epsilon_of(op), "batch norm") for op in suspect.named(*BY_CHANNEL)]
     inside = [
         op for op in suspect.named("add") if len(op.args) > 1 and isinstance(op.args[1], float) and 0 < op.args[1] <= 1e-2
     ]
@@ -38,8 +39,8 @@ def outside_the_root(suspect: Suspect) -> Iterator[Variant]:
     for add, root, mine, kind in (*layers, *by_hand):
 
         def values(number: float, add: Operation = add, root: Operation = root, kind: str = kind) -> Any:
-            if kind == "norm":
-                return suspect.again({root.number: ("norm", {"way": "epsilon outside", "epsilon": number})})
+            if kind != "root":
+                return suspect.again({root.number: (kind, {"way": "epsilon outside", "epsilon": number})})
             settings = {"by": number, "inverse": root.name.startswith("rsqrt")}
             return suspect.again({add.number: ("left out", {}), root.number: ("epsilon outside", settings)})
 
@@ -72,6 +73,7 @@ def another_constant(suspect: Suspect, op: Operation, place: int, mine: float) -
 def variance(suspect: Suspect) -> Iterator[Variant]:
     """A divisor of n where torch has n - 1, or the other way round; a norm that is another one."""
     yield from means(suspect)
+    yield from roots(suspect)
     for op in suspect.operations:
         if op.name in ("var", "std", "var_mean", "std_mean"):
             mine = op.kwargs.get("correction", 1)
@@ -88,6 +90,28 @@ def variance(suspect: Suspect) -> Iterator[Variant]:
                 ("without scale", "scale and bias are not used", "use both"),
             ):
                 yield Variant(what, change, suspect.edited([op], "norm", way=way))
+
+
+BY_CHANNEL = ("native_batch_norm", "batch_norm_no_training", "native_batch_norm_legit_no_training", "native_batch_norm_legit")
+
+
+def roots(suspect: Suspect) -> Iterator[Variant]:
+    """A norm that divides by the variance, not by its root."""
+    change = "take the root: jnp.sqrt, or jax.lax.rsqrt to multiply by"
+    for op in suspect.named("rsqrt", "sqrt"):
+        yield Variant(f"the root is left out where torch takes {op.name}", change, suspect.edited([op], "root left out"))
+    for op in suspect.named(*BY_CHANNEL):
+        eps = epsilon_of(op)
+        yield Variant(
+            "Flax divides by the variance where torch divides by its root",
+            change,
+            suspect.edited([op], "batch norm", way="no root", epsilon=eps),
+        )
+
+
+def epsilon_of(op: Operation) -> float:
+    place = NORMS[op.name.rstrip("_").lstrip("_")]
+    return float(op.args[place])
 
 
 def groups_of_channels(suspect: Suspect) -> Iterator[Variant]:

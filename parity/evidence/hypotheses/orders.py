@@ -12,6 +12,7 @@ from parity.evidence.trial import is_array
 
 def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
     """Softmax, a mean or a sum over another axis."""
+    yield from summed_axes(suspect)
     for op in suspect.named("softmax", "log_softmax", "safe_softmax", "mean", "sum", "amax", "cumsum", "argmax"):
         dim = op.args[1] if len(op.args) > 1 else None
         mine = dim[0] if isinstance(dim, tuple) and len(dim) == 1 else dim
@@ -26,6 +27,29 @@ def softmax_axis(suspect: Suspect) -> Iterator[Variant]:
                     f"pass axis={mine}",
                     suspect.edited([op], "argument", index=1, value=value),
                 )
+
+
+# Where the axes of a summary stand that may run over several.
+OVER = {"linalg_vector_norm": 2, "mean": 1, "sum": 1, "amax": 1, "amin": 1, "var": 1, "std": 1, "var_mean": 1, "logsumexp": 1}
+MOST_SUMMED = 4
+
+
+def summed_axes(suspect: Suspect) -> Iterator[Variant]:
+    """A length, a mean or a variance over other axes, fewer or more, as of a norm over channels for one over positions."""
+    for op in suspect.named(*OVER):
+        dims = op.args[OVER[op.name]] if len(op.args) > OVER[op.name] else None
+        if not isinstance(dims, tuple) or not op.shapes or len(op.shapes[0]) > MOST_SUMMED:
+            continue
+        mine, ndim = tuple(sorted(dim % len(op.shapes[0]) for dim in dims)), len(op.shapes[0])
+        for count in range(1, ndim + 1):
+            for axes in itertools.combinations(range(ndim), count):
+                # Of those that run over one axis most are told above.
+                if axes != mine and ((count, len(mine)) != (1, 1) or op.name == "linalg_vector_norm"):
+                    yield Variant(
+                        f"{op.name} runs over the axes {axes} in Flax and {mine} in torch",
+                        f"pass axis={mine}",
+                        suspect.edited([op], "argument", index=OVER[op.name], value=list(axes)),
+                    )
 
 
 SUMMARIES = {"mean": "mean", "sum": "sum", "amax": "largest", "max": "largest", "amin": "smallest", "min": "smallest"}
@@ -74,11 +98,64 @@ def heads(suspect: Suspect) -> Iterator[Variant]:
         for where, chosen in groups(op for op, _ in pairs):
             axis = next((axis for op, axis in pairs if chosen and op.number == chosen[0].number), None)
             if chosen and axis is not None and not (edit == "joined minor" and in_space(suspect, chosen[0])):
+                edited = suspect.edited(chosen, edit, axis=axis)
+                count = repeats(suspect, chosen[0], axis) if edit == "joined minor" else 0
+                if count:
+                    what = f"heads are repeated as jnp.tile does, one after the other, torch's each beside itself{where}"
+                    yield Variant(what, f"jnp.repeat(x, {count}, axis={axis})", edited)
+                    continue
                 yield Variant(
                     f"heads are {word} in the order (width, heads){where}",
                     f"{word.removesuffix('d')} as (heads, width)",
-                    suspect.edited(chosen, edit, axis=axis),
+                    edited,
                 )
+
+
+def repeats(suspect: Suspect, op: Operation, axis: int) -> int:
+    """How often each head was repeated along the second of two axes before they are joined; 0 if it was not."""
+    before = suspect.operations[: op.number]
+    count = op.shapes[0][axis + 1]
+    for one in reversed(before):
+        if one.shape != op.shapes[0] or not one.shapes:
+            return 0
+        if one.name == "expand":
+            return count if one.shapes[0][-len(one.shape) + axis + 1] == 1 else 0
+        if one.name not in ("clone", "contiguous"):
+            return 0
+    return 0
+
+
+# Axes of one transposition beyond which not every order of them is tried.
+MOST_AXES = 6
+
+
+def permuted(suspect: Suspect) -> Iterator[Variant]:
+    """Axes that a transposition puts into another order, as where patches or windows are cut out of an image."""
+    for op in suspect.named("permute"):
+        mine = tuple(dim % len(op.shape) for dim in op.args[1])
+        if not 3 <= len(mine) <= MOST_AXES:
+            continue
+        # The batch stays where it is.
+        kept = 1 if mine[0] == 0 else 0
+        for rest in itertools.permutations(mine[kept:]):
+            order = (*mine[:kept], *rest)
+            if order != mine:
+                yield Variant(
+                    f"Flax has the axes of {op.shapes[0]} in the order {order}, torch in the order {mine}",
+                    f"x.transpose{mine}",
+                    suspect.edited([op], "permuted", order=order),
+                )
+
+
+def rolled(suspect: Suspect) -> Iterator[Variant]:
+    """A cyclic shift, as of windows, in the other direction or left out."""
+    for where, chosen in groups(suspect.named("roll")):
+        for edit, said in (("rolled back", "the other way round"), ("left out", "not at all")) if chosen else ():
+            yield Variant(
+                f"Flax rolls {said} where torch rolls by {chosen[0].args[1]}{where}",
+                f"jnp.roll(x, {chosen[0].args[1]}, axis={chosen[0].args[2] if len(chosen[0].args) > 2 else None})",
+                suspect.edited(chosen, edit),
+            )
 
 
 def split_axis(joined: tuple[int, ...], split: tuple[int, ...]) -> int | None:
@@ -144,6 +221,7 @@ def pieces(suspect: Suspect) -> Iterator[Variant]:
             suspect.edited([op], "gated", value="identity", gate="sigmoid", exchanged=True),
         )
     yield from exchanged_slices(suspect)
+    yield from shifted_slices(suspect)
     by_count: dict[int, list[Operation]] = {}
     for op in suspect.named("split", "chunk", "split_with_sizes", "unbind", "tensor_split"):
         by_count.setdefault(pieces_of(op), []).append(op)
@@ -172,6 +250,36 @@ def exchanged_slices(suspect: Suspect) -> Iterator[Variant]:
                 "take them in torch's order",
                 suspect.edited_each(edits),
             )
+
+
+def shifted_slices(suspect: Suspect) -> Iterator[Variant]:
+    """The first places of one value beside the last of another, as of words and the next, the other way round."""
+    cut = [(op, edge) for op in suspect.named("slice") if op.shapes and (edge := edge_of(op))]
+    for (one, here), (other, there) in list(itertools.combinations(cut, 2))[:MOST_SLICES]:
+        (steps, side, size), (others, beside, length) = here, there
+        if steps != others or side == beside or one.operands == other.operands:
+            continue
+        starts = {"front": steps, "back": 0}
+        edits = [
+            (op, "moved slice", {"start": starts[end], "end": starts[end] + long})
+            for op, end, long in ((one, side, size), (other, beside, length))
+        ]
+        yield Variant(
+            f"of two values that are cut by {steps}, {one.shapes[0]} and {other.shapes[0]}, each is cut at the other end",
+            "cut them at torch's ends: what is told at a place belongs beside the next id",
+            suspect.edited_each(edits),
+        )
+
+
+def edge_of(op: Operation) -> tuple[int, str, int] | None:
+    """By how much a slice cuts off one end, at which end what is left stands, and how long that is; None for others."""
+    size = op.shapes[0][op.args[1]] if len(op.args) > 3 else 0
+    if not size or not isinstance(op.args[3], int):
+        return None
+    start, end = op.args[2] or 0, min(op.args[3] if op.args[3] >= 0 else size + op.args[3], size)
+    if (start == 0) == (end == size) or start < 0:
+        return None
+    return (size - end, "front", end) if start == 0 else (start, "back", size - start)
 
 
 def joined_pieces(suspect: Suspect) -> Iterator[Variant]:

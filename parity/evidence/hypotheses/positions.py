@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from parity.evidence.calls import Operation
-from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant
+from parity.evidence.hypotheses.suspect import Edited, Edits, Suspect, Variant, groups
+from parity.evidence.hypotheses.tensors import told_pairs
 
 # Bases in use: of the first Transformer, of LLaMA's generations, of models for long texts.
 BASES = (10000.0, 500000.0, 1000000.0, 1000.0, 100.0)
@@ -26,7 +27,20 @@ def positions(suspect: Suspect) -> Iterator[Variant]:
     others = [(op, "cosine") for op in sines] + [(op, "sine") for op in cosines]
     exchanged: Edits = {op.number: ("activation", {"to": other}) for op, other in others}
     yield Variant("sine and cosine of the positions are exchanged", "exchange them back", Edited(suspect, exchanged))
+    yield from not_turned(suspect, sines, cosines)
     yield from first_position(suspect)
+
+
+def not_turned(suspect: Suspect, sines: list[Operation], cosines: list[Operation]) -> Iterator[Variant]:
+    """Of several arrays that are turned, all or one left as they are: angles of zero."""
+    pairs = list(zip(cosines, sines)) if len(cosines) == len(sines) else []
+    for where, chosen in groups(cosines if pairs else []):
+        flat = [(sine, 0.0) for cosine, sine in pairs if cosine in chosen] + [(cosine, 1.0) for cosine in chosen]
+        yield Variant(
+            f"positions are left out: the angles are zero in Flax{where}",
+            "turn queries and keys as torch does",
+            suspect.edited_each((op, "filled", {"value": value}) for op, value in flat),
+        )
 
 
 def first_position(suspect: Suspect) -> Iterator[Variant]:
@@ -49,21 +63,22 @@ def first_position(suspect: Suspect) -> Iterator[Variant]:
 
 def frequencies(suspect: Suspect) -> Iterator[Variant]:
     """Another base of the frequencies: of a power, inside an exponential, or of a table that torch keeps."""
-    for op in suspect.named("pow"):
-        base = op.args[0] if op.args else None
-        if isinstance(base, int | float) and base > 1:
+    # Queries and keys may each have a power of their own.
+    powers = [op for op in suspect.named("pow") if op.args and isinstance(op.args[0], int | float) and op.args[0] > 1]
+    for _, chosen in groups(powers):
 
-            def power(number: float, op: Operation = op) -> Any:
-                return suspect.again({op.number: ("argument", {"index": 0, "value": number})})
+        def power(number: float, chosen: list[Operation] = chosen) -> Any:
+            return suspect.edited(chosen, "argument", index=0, value=number)()
 
-            yield from other_bases(suspect, power, float(base))
-    for op in suspect.named("exp"):
+        yield from other_bases(suspect, power, float(chosen[0].args[0])) if chosen else ()
+    for _, chosen in groups(suspect.named("exp")):
         # exp(i * -log(base) / d): a factor of the exponent is another logarithm of the base.
-        def exponential(number: float, op: Operation = op) -> Any:
+        def exponential(number: float, chosen: list[Operation] = chosen) -> Any:
             factor = math.log(number) / math.log(BASES[0]) if number > 0 else math.nan
-            return suspect.again({op.number: ("scaled input", {"factor": factor})})
+            return suspect.edited(chosen, "scaled input", factor=factor)()
 
-        yield from other_bases(suspect, exponential, BASES[0])
+        yield from other_bases(suspect, exponential, BASES[0]) if chosen else ()
+    yield from other_steps(suspect)
     for leaf in suspect.unpaired_weights:
         if "freq" in leaf.name:
             table = leaf.read()
@@ -72,6 +87,19 @@ def frequencies(suspect: Suspect) -> Iterator[Variant]:
                 return suspect.again(weights={path: table ** (math.log(number) / math.log(BASES[0]))})
 
             yield from other_bases(suspect, kept, BASES[0])
+
+
+def other_steps(suspect: Suspect) -> Iterator[Variant]:
+    """Exponents of the frequencies that are divided by one more or less, so that the last ends elsewhere."""
+    ways = [(op, 0) for op in suspect.named("exp")] + [(op, 1) for op in suspect.named("pow") if op.args[0] is not None]
+    for op, operand in ways:
+        count = op.shape[-1] if op.shape else 0
+        for mine, other in ((count, count - 1), (count, count + 1), (count - 1, count)) if count > 2 else ():
+            yield Variant(
+                f"the exponents of the frequencies are divided by {other} in Flax where torch divides by {mine}",
+                "divide them as torch does: by half the width, or by one less",
+                suspect.edited([op], "scaled operand", operand=operand, factor=mine / other),
+            )
 
 
 def other_bases(suspect: Suspect, values: Any, mine: float) -> Iterator[Variant]:
@@ -97,17 +125,12 @@ def halves_or_neighbours(suspect: Suspect) -> Iterator[Variant]:
         pieces: list[tuple[Operation, str, dict[str, Any]]] = [(op, "half", {"neighbours": True}) for op in behind]
         pieces += [(op, "halves", {}) for op in cuts] + [(op, "interleaved", {}) for op in joined]
         edits: Edits = {op.number: (edit, settings) for op, edit, settings in pieces}
-        yield told(suspect, edits, "neighbouring channels", "the two halves")
+        yield told_pairs(suspect, "neighbouring channels", "the two halves", Edited(suspect, edits))
     if in_turn and stacked:
         pieces = [(op, "half", {"neighbours": False}) for op in in_turn]
         pieces += [(op, "behind each other", {}) for op in stacked]
         edits = {op.number: (edit, settings) for op, edit, settings in pieces}
-        yield told(suspect, edits, "the two halves of channels", "neighbours")
-
-
-def told(suspect: Suspect, edits: Edits, mine: str, theirs: str) -> Variant:
-    what = f"the rotary embedding rotates {mine} where torch rotates {theirs}"
-    return Variant(what, "pair the channels as torch does, or permute q and k", Edited(suspect, edits))
+        yield told_pairs(suspect, "the two halves of channels", "neighbours", Edited(suspect, edits))
 
 
 def on_channels(op: Operation, dim: Any) -> bool:

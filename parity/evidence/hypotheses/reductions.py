@@ -72,3 +72,20 @@ def first_state(suspect: Suspect) -> Iterator[Variant]:
                 "begin with jnp.zeros",
                 suspect.edited(chosen, "filled", value=1.0),
             )
+
+
+def losses(suspect: Suspect) -> Iterator[Variant]:
+    """A loss over words that counts ignored ones, or is divided by another number."""
+    for op in suspect.named("nll_loss_forward", "nll_loss"):
+        mean = op.args[3] == 1
+        for way, what in (
+            ("all", "ids that torch ignores are counted"),
+            ("count", "the sum is divided by the number of all ids, those that are ignored among them"),
+            ("sum", "the sum is taken"),
+        ):
+            if mean or way == "all":
+                yield Variant(
+                    f"{what}: torch takes the mean over ids other than {op.args[4]}" if mean else f"{what}: {op.args[4]}",
+                    f"(loss * shown).sum() / shown.sum(), where shown = ids != {op.args[4]}",
+                    suspect.edited([op], "loss", way=way),
+                )

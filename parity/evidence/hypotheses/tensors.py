@@ -45,6 +45,35 @@ def another_value(suspect: Suspect) -> Iterator[Variant]:
                     yield Variant(f"{place} is {name}{here}", change, at(place, array))
 
 
+def not_given(suspect: Suspect) -> Iterator[Variant]:
+    """Arguments that torch gives a module and Flax does not, as the context of an attention that then attends to itself."""
+    missing = [p for p in suspect.differing if p.child is not None and is_array(suspect.trial.expected.get(p))]
+    missing = [p for p in missing if p not in suspect.trial.actual and not given_twice(suspect, p)]
+    known = known_values(suspect)
+    for child in dict.fromkeys(place.child for place in missing):
+        places = [place for place in missing if place.child == child]
+        said = [f"{p.path} ({source})" if (source := source_of(suspect, p, known)) else p.path for p in places]
+        yield Variant(
+            f"Flax gives {child} no {' and no '.join(said)}",
+            f"give {child} what torch gives it: {', '.join(said)}",
+            at_all(dict.fromkeys(places)),
+        )
+
+
+def given_twice(suspect: Suspect, place: Place) -> bool:
+    """Whether torch gives a module the same once more, where Flax gives something: a layer may take values to be its keys."""
+    trial = suspect.trial
+    alike = [other for other in trial.expected if other.child == place.child and other.call == place.call and other != place]
+    alike = [other for other in alike if other in trial.actual and is_array(trial.expected[other])]
+    return any(array_equal(trial.expected[other], trial.expected[place]) for other in alike)
+
+
+def source_of(suspect: Suspect, place: Place, known: list[tuple[str, np.ndarray]]) -> str:
+    """What stands at a place in torch, among what the module has at hand; '' for what is none of that."""
+    mine = suspect.trial.expected[place]
+    return next((name for name, array in known if not name.startswith("what") and array_equal(array, mine)), "")
+
+
 def another_operand(suspect: Suspect) -> Iterator[Variant]:
     """An operation takes another value at hand than in torch."""
     known = known_values(suspect)
@@ -200,11 +229,15 @@ def residual(suspect: Suspect) -> Iterator[Variant]:
     for name, array in known:
         same = {place: mine for place, mine in expected.items() if mine.shape == array.shape}
         if same:
-            where = listed(list(same))
-            less = {place: mine - array for place, mine in same.items()}
-            yield Variant(f"{where} lacks {name}: a residual is not added", f"add {name}", at_all(less))
-            more = {place: mine + array for place, mine in same.items()}
-            yield Variant(f"{where} has {name} once too often", f"add {name} once", at_all(more))
+            # Several together, or each by itself: one may lack what another has twice.
+            for chosen in [list(same), *([place] for place in same if len(same) > 1)]:
+                where = listed(chosen)
+                less = {place: same[place] - array for place in chosen}
+                what = f"{where} lacks {name}: a residual is not added"
+                yield Variant(what, f"add {name}", at_all(less), whole=len(chosen) > 1)
+                more = {place: same[place] + array for place in chosen}
+                what = f"{where} has {name} once too often"
+                yield Variant(what, f"add {name} once", at_all(more), whole=len(chosen) > 1)
     # A module that is not applied is told by itself: what it is given is added where torch adds what it returns.
     applied = [(given(one), one.output) for one in answering(suspect)]
     for (name, array), (other, instead) in itertools.permutations(known, 2) if len(known) <= MANY else ():
@@ -296,11 +329,20 @@ def batch_for_length(suspect: Suspect) -> Iterator[Variant]:
     given = [p for p in suspect.differing if p.child is not None and all(is_array(side.get(p)) for side in both)]
     for child in dict.fromkeys(place.child for place in given):
         places = [p for p in given if p.child == child and both[0][p].ndim > 1]
-        yield Variant(
-            f"what it gives {child} has its first two axes, batch and length, in the other order",
-            "give it x.swapaxes(0, 1), and swap what it returns: torch's layer has batch_first=False, Flax's has not",
-            lambda chosen=places: {place: both[0][place].swapaxes(0, 1) for place in chosen},
-        )
+        what, change = f"what it gives {child} has its first two axes in the other order", "give it x.swapaxes(0, 1)"
+        if runs_over_a_sequence(suspect, child):
+            what = f"what it gives {child} has its first two axes, batch and length, in the other order"
+            change += ", and swap what it returns: torch's layer has batch_first=False, Flax's has not"
+        yield Variant(what, change, lambda chosen=places: {place: both[0][place].swapaxes(0, 1) for place in chosen})
+
+
+SEQUENTIAL = ("MultiheadAttention", "LSTM", "GRU", "RNN", "Transformer")
+
+
+def runs_over_a_sequence(suspect: Suspect, child: str | None) -> bool:
+    """Whether a layer takes a batch and a length, the one of them first that it is told."""
+    kinds = suspect.isolator.torch_layers[child or ""].kinds
+    return any(kind.startswith("torch.nn.") and name in kind for kind in kinds for name in SEQUENTIAL)
 
 
 def axes_of_arguments(suspect: Suspect) -> Iterator[Variant]:
@@ -354,14 +396,19 @@ def pairs_of_channels(suspect: Suspect) -> Iterator[Variant]:
             groups if width % 2 == 0 and width > 2 else [], (True, False), (True, False)
         ):
             order = np.arange(width).reshape((-1, 2) if neighbours else (2, -1)).T.ravel()
-            said = (
-                "neighbouring channels where torch rotates" if neighbours else "the two halves of channels where torch rotates"
-            )
-            yield Variant(
-                f"the rotary embedding rotates {said} {'the two halves' if neighbours else 'neighbours'}",
-                "pair the channels as torch does, or permute q and k",
-                reordered(suspect, places, chosen, order, back),
-            )
+            words = ("neighbouring channels", "the two halves") if neighbours else ("the two halves of channels", "neighbours")
+            yield told_pairs(suspect, *words, reordered(suspect, places, chosen, order, back))
+
+
+def told_pairs(suspect: Suspect, mine: str, theirs: str, values: Callable[[], Values]) -> Variant:
+    """Channels paired otherwise: those of a rotation, where there are angles, else those of a gate and its value."""
+    given = [a for a in suspect.trial.torch.args if is_array(a) and a.dtype.kind == "f"]
+    if suspect.named("sin", "cos") or len(given) > 1 or any("freq" in leaf.name for leaf in suspect.unpaired_weights):
+        what = f"the rotary embedding rotates {mine} where torch rotates {theirs}"
+        return Variant(what, "pair the channels as torch does, or permute q and k", values)
+    what = f"Flax pairs {mine} where torch pairs {theirs}"
+    change = "cut the channels as torch does: x[..., :n] and x[..., n:], or x[..., 0::2] and x[..., 1::2]"
+    return Variant(what, change, values, name="order of pieces")
 
 
 def reordered(suspect: Suspect, places: list[Place], chosen: list[int], order: np.ndarray, back: bool) -> Callable[[], Values]:

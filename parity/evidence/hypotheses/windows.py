@@ -19,6 +19,7 @@ def convolving(suspect: Suspect) -> Iterator[Variant]:
         transposed = op.args[6]
         yield from kernels(suspect, op)
         yield from grouped(suspect, op)
+        yield from dealt_filters(suspect, op)
         if transposed:
             yield from moved_outputs(suspect, op)
         else:
@@ -54,6 +55,17 @@ def grouped(suspect: Suspect, op: Operation) -> Iterator[Variant]:
             f"{groups} groups: Flax deals {said} out to the groups one by one",
             f"let each group have neighbouring channels: feature_group_count={groups}, or reshape to ({groups}, -1)",
             suspect.edited([op], "convolution", groups=which),
+        )
+
+
+def dealt_filters(suspect: Suspect, op: Operation) -> Iterator[Variant]:
+    """Several filters for each group, told apart by their number in it first: what one channel makes is no neighbour."""
+    groups, filters = op.args[8], op.shapes[1][0]
+    for count in (filters // groups, groups) if not op.args[6] and filters > groups > 1 else ():
+        yield Variant(
+            f"the {filters} filters of {groups} groups are in the order (number in the group, group)",
+            f"order Flax's kernel and bias as (group, number in it), the {filters // groups} of each group side by side",
+            suspect.edited([op], "convolution", filters=count),
         )
 
 
@@ -232,6 +244,7 @@ POOLS |= {f"max_pool{n}d{end}": ("largest", n) for n in (1, 2, 3) for end in (""
 
 def pooling(suspect: Suspect) -> Iterator[Variant]:
     """Padded zeros counted or not; padding of another kind or at the other end; the mean for the largest."""
+    yield from adaptive(suspect)
     for op in suspect.operations:
         if op.name not in POOLS:
             continue
@@ -272,6 +285,23 @@ def pooling(suspect: Suspect) -> Iterator[Variant]:
                     hanging(op, way) or f"set padding={same}" + (f", count_include_pad={counted}" if way == "mean" else ""),
                     suspect.edited([op], "pool", way=way, pads=pads, fill=fill, count=count),
                 )
+
+
+def adaptive(suspect: Suspect) -> Iterator[Variant]:
+    """An adaptive pool, whose windows overlap where the size is no multiple, as a plain one of equal windows."""
+    for op in suspect.named("adaptive_avg_pool2d"):
+        have, make = op.shapes[0][-2:], op.shape[-2:]
+        floor = [n // m for n, m in zip(have, make)]
+        ceil = [-(-n // m) for n, m in zip(have, make)]
+        rest = [n - (m - 1) * f for n, m, f in zip(have, make, floor)]
+        for size, stride in dict.fromkeys(
+            (tuple(a), tuple(b)) for a, b in ((floor, floor), (rest, floor), (ceil, floor), (ceil, ceil))
+        ):
+            yield Variant(
+                f"Flax takes means of windows of {size} in steps of {stride}; torch's adaptive pool cuts {have} into {make}",
+                "let window i reach from floor(i * n / m) to ceil((i + 1) * n / m), as torch's do",
+                suspect.edited([op], "windows", size=size, stride=stride),
+            )
 
 
 # Where the settings of a pool stand that Flax's have no word for, and what they are without one.
@@ -331,6 +361,12 @@ def resizing(suspect: Suspect) -> Iterator[Variant]:
                 f"resize as align_corners={corners} does",
                 suspect.edited([op], "argument", index=2, value=not corners),
             )
+        if "nearest" in mine and op.shape[2:] != op.shapes[0][2:]:
+            yield Variant(
+                "Flax repeats the whole one after the other, as jnp.tile does, where torch repeats each element beside itself",
+                "jnp.repeat(x, factor, axis) for each axis in space",
+                suspect.edited([op], "tiled"),
+            )
         if mine == "nearest":
             yield Variant(
                 "Flax takes the nearest by the centres of pixels, torch by their lower corner",
@@ -338,11 +374,17 @@ def resizing(suspect: Suspect) -> Iterator[Variant]:
                 suspect.edited([op], "nearest exact"),
             )
         if mine in ("bilinear", "bicubic"):
+            lines_up = "; and Flax lines up centres, torch corners" if corners else ""
             yield Variant(
-                "Flax smooths before it resizes, torch does not"
-                if mine == "bilinear"
-                else "Flax's cubic kernel has a = -0.5 and smooths what gets smaller, torch's a = -0.75 and does not",
-                "pass antialias=False to jax.image.resize"
+                (
+                    "Flax smooths before it resizes, torch does not"
+                    if mine == "bilinear"
+                    else "Flax's cubic kernel has a = -0.5 and smooths what gets smaller, torch's a = -0.75 and does not"
+                )
+                + lines_up,
+                "resize as align_corners=True does, which jax.image.resize cannot"
+                if corners
+                else "pass antialias=False to jax.image.resize"
                 if mine == "bilinear"
                 else "write torch's kernel out: jax.image.resize has no such constant",
                 suspect.edited([op], "resized", mode=mine, antialias=True, corners=False),
@@ -368,4 +410,16 @@ def shuffling(suspect: Suspect) -> Iterator[Variant]:
             "Flax reads the channels of a pixel shuffle as (row, column, channel), torch as (channel, row, column)",
             "reshape the channels to (channel, row, column), as torch.nn.PixelShuffle does",
             suspect.edited([op], "depth major"),
+        )
+    for op in suspect.named("pixel_unshuffle"):
+        yield Variant(
+            "Flax makes the channels of a pixel unshuffle as (row, column, channel), torch as (channel, row, column)",
+            "put the channels in front of row and column before they are joined, as torch.nn.PixelUnshuffle does",
+            suspect.edited([op], "blocks of channels", axis=1, count=op.args[1] ** 2),
+        )
+    for op in suspect.named("im2col"):
+        yield Variant(
+            "Flax lays out unfolded windows as (row, column, channel), torch as (channel, row, column)",
+            "put the channels in front of row and column, as torch.nn.Unfold does",
+            suspect.edited([op], "blocks of channels", axis=1, count=op.args[1][0] * op.args[1][1]),
         )

@@ -158,6 +158,55 @@ def scaled_output(run: Edit, args: Any, kwargs: Any, *, factor: float) -> Any:
     return run(*args, **kwargs) * factor
 
 
+def scaled_operand(run: Edit, args: Any, kwargs: Any, *, operand: int, factor: float) -> Any:
+    """One operand times a number."""
+    return run(*args[:operand], args[operand] * factor, *args[operand + 1 :], **kwargs)
+
+
+def divided_by(run: Edit, args: Any, kwargs: Any, *, number: float) -> Any:
+    """The first operand divided by one number."""
+    return args[0] / number
+
+
+def rounded_to_whole(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+    """Whole numbers got another way: of a quotient, what is left of one, or of the number itself."""
+    of_one: dict[str, Callable[[Tensor], Tensor]] = {
+        "floor": torch.floor,
+        "trunc": torch.trunc,
+        "ceil": torch.ceil,
+        "round": torch.round,
+        "half up": lambda x: (x + 0.5).floor(),
+        "half away": lambda x: x.sign() * (x.abs() + 0.5).floor(),
+    }
+    name = func_name(run)
+    if name in ("remainder", "fmod"):
+        return torch.fmod(args[0], args[1]) if way == "trunc" else torch.remainder(args[0], args[1])
+    if len(args) > 1:
+        quotient = of_one[way](args[0].double() / args[1])
+        return quotient.to(run(*args, **kwargs).dtype)
+    return of_one[way](args[0])
+
+
+def root_left_out(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The number in place of its root, or the inverse of the number in place of that of its root."""
+    return args[0].reciprocal() if func_name(run).startswith("rsqrt") else args[0].clone()
+
+
+def batch_norm(run: Edit, args: Any, kwargs: Any, *, way: str, epsilon: float) -> Any:
+    """A norm by given statistics, or by those of all that has one channel, with its root left out or an epsilon beside it."""
+    x, weight, bias, mean, variance = args[:5]
+    result = run(*args, **kwargs)
+    others = tuple(axis for axis in range(x.ndim) if axis != 1)
+    if mean is None or (len(args) > 7 and args[5] is True):
+        mean, variance = x.mean(others), x.var(others, correction=0)
+    divisor = variance + epsilon if way == "no root" else variance.sqrt() + epsilon
+    spread = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
+    y = (x - mean.reshape(spread)) / divisor.reshape(spread)
+    y = y if weight is None else y * weight.reshape(spread)
+    y = y if bias is None else y + bias.reshape(spread)
+    return (y, *result[1:]) if isinstance(result, tuple) else y
+
+
 def twice(run: Edit, args: Any, kwargs: Any, *, operand: int) -> Any:
     """One operand of a sum once more."""
     return run(*args, **kwargs) + args[operand]
@@ -399,6 +448,8 @@ def mask(run: Edit, args: Any, kwargs: Any, *, way: str, at: int, steps: int = 0
         new = across(boolean)
     else:
         causal = {"causal": lambda: shifted(boolean, steps), "causal shown": lambda: ~shifted(boolean, steps)}
+        # Lined up at the bottom right, as queries behind cached keys are.
+        causal["window"] = lambda: boolean | ~shifted(boolean, boolean.shape[-1] - boolean.shape[-2] - steps)
         new = causal[way]() if way in causal else MASKS[way](boolean)
     if old.dtype != torch.bool:
         new = torch.where(new, old.min(), torch.zeros_like(old.min()))
@@ -467,6 +518,16 @@ def reduced(run: Edit, args: Any, kwargs: Any, *, to: str, dim: Any, keep: bool)
     return (result, *before[1:]) if isinstance(before, tuple) else result
 
 
+def loss(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
+    """The negative logarithms of the likelihoods put together otherwise."""
+    scores, ids, weight, _, ignored = args[:5]
+    own = run(*args, **kwargs)
+    if way == "all":
+        return run(scores, ids, weight, 1, -(2**31))
+    total = run(scores, ids, weight, 2, ignored)[0]
+    return (total if way == "sum" else total / ids.numel(), *own[1:])
+
+
 def reshaped(run: Edit, args: Any, kwargs: Any) -> Any:
     """Axes that are moved, got by a bare reshape to the same shape instead."""
     result = run(*args, **kwargs)
@@ -483,6 +544,16 @@ def split_minor(run: Edit, args: Any, kwargs: Any, *, axis: int) -> Any:
 def joined_minor(run: Edit, args: Any, kwargs: Any, *, axis: int) -> Any:
     """Two axes (heads, width) joined in the order (width, heads)."""
     return args[0].transpose(axis, axis + 1).reshape(run(*args, **kwargs).shape)
+
+
+def permuted(run: Edit, args: Any, kwargs: Any, *, order: Sequence[int]) -> Any:
+    """Axes in another order, laid out anew, so that what follows may join them."""
+    return args[0].permute(tuple(order)).contiguous()
+
+
+def rolled_back(run: Edit, args: Any, kwargs: Any) -> Any:
+    """A cyclic shift in the other direction."""
+    return run(args[0], [-step for step in args[1]], *args[2:], **kwargs)
 
 
 def channels_last_first(run: Edit, args: Any, kwargs: Any) -> Any:
@@ -510,6 +581,8 @@ def convolution(run: Edit, args: Any, kwargs: Any, **change: Any) -> Any:
         weight = weight.flip(tuple(range(2, weight.ndim)))
     if change.get("swap"):
         weight = weight.transpose(-1, -2)
+    if "filters" in change:
+        weight = dealt_out(weight.transpose(0, 1), change["filters"]).transpose(0, 1)
     if change.get("channels"):
         weight = weight.transpose(0, 1)
     x = dealt_out(x, groups) if change.get("groups") in ("in", "both") else x
@@ -572,6 +645,25 @@ def padded_as(run: Edit, args: Any, kwargs: Any, *, pads: Sequence[int], mode: s
         order = np.pad(np.arange(x.shape[axis]), (low, high), mode=mode)  # type: ignore[call-overload]
         x = x.index_select(axis, torch.from_numpy(order))
     return x
+
+
+def windows(run: Edit, args: Any, kwargs: Any, *, size: Sequence[int], stride: Sequence[int]) -> Any:
+    """Means of windows of one size, so many as an adaptive pool makes."""
+    own = run(*args, **kwargs)
+    result = F.avg_pool2d(args[0], list(size), list(stride))
+    return result[..., : own.shape[-2], : own.shape[-1]]
+
+
+def tiled(run: Edit, args: Any, kwargs: Any) -> Any:
+    """The whole repeated one after the other, where each element is repeated beside itself."""
+    x, own = args[0], run(*args, **kwargs)
+    return x.repeat(*(new // old for new, old in zip(own.shape, x.shape, strict=True)))
+
+
+def blocks_of_channels(run: Edit, args: Any, kwargs: Any, *, axis: int, count: int) -> Any:
+    """An axis made as (channel, place in the window), in the order (place, channel)."""
+    own = run(*args, **kwargs)
+    return own.unflatten(axis, (-1, count)).transpose(axis, axis + 1).flatten(axis, axis + 1)
 
 
 def gated(run: Edit, args: Any, kwargs: Any, *, value: str, gate: str, exchanged: bool = False) -> Any:
@@ -654,6 +746,17 @@ def logic(run: Edit, args: Any, kwargs: Any, *, way: str) -> Any:
 
 
 EDITS: dict[str, Edit] = {
+    "permuted": permuted,
+    "divided by": divided_by,
+    "rounded to whole": rounded_to_whole,
+    "loss": loss,
+    "scaled operand": scaled_operand,
+    "root left out": root_left_out,
+    "batch norm": batch_norm,
+    "windows": windows,
+    "tiled": tiled,
+    "blocks of channels": blocks_of_channels,
+    "rolled back": rolled_back,
     "argument": argument,
     "keyword": keyword,
     "left out": left_out,

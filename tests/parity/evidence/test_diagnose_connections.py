@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from evidence_pairs import draw, normal
+from evidence_pairs import draw, normal, transferred
 from fault_pairs import SOME, FlaxStage, TorchStage, X, functions, held, near_zero, torch_attend
 from flax import nnx
 from torch import nn
@@ -520,3 +520,119 @@ def test_a_product_for_a_quotient_is_told():
     pair = held(lambda x: x / (2 + x.abs().sum(-1, keepdim=True)), wrong, "quotient")
     says = "Flax takes the product of two arrays where torch takes their quotient; divide the first by the second"
     diagnosed(*pair, FEATURES, path="core", cause="factor", says=says)
+
+
+# ---------------------------------------------------------------- arguments that Flax's layer is not given
+
+
+class TorchCross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.att, self.norm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.att(x, context, context)[0])
+
+
+class FlaxCross(nnx.Module):
+    def __init__(self, fault: str, rngs: nnx.Rngs):
+        self.att = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.norm, self.fault = nnx.LayerNorm(8, epsilon=1e-5, use_fast_variance=False, rngs=rngs), fault
+
+    def __call__(self, x, context):
+        if self.fault == "to itself":
+            return self.norm(x + self.att(x))
+        if self.fault == "turned round":
+            return self.norm(x + self.att(context[:, :5], x))
+        if self.fault == "norm inside":
+            return x + self.norm(self.att(x, context))
+        return self.norm(x + self.att(x, context))
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "says"),
+    [
+        ("to itself", "another value", "Flax gives att no args[1] (its own args[1]) and no args[2] (its own args[1])"),
+        ("turned round", "another value", "what it gives att: args[1] is its own args[0]"),
+        ("norm inside", "residual", "output has its own args[0] once too often"),
+    ],
+)
+def test_who_calls_a_layer_with_other_arguments_is_blamed_not_the_layer(fault, cause, says):
+    pair = transferred(TorchCross(), FlaxCross(fault, nnx.Rngs(0)), "cross")
+    found = parity.diagnose(*pair, normal(3, 5, 8), normal(3, 6, 8, name="context"))
+    assert [one.path for one in found.isolation.faults] == [""], str(found)
+    assert found.causes[0].hypothesis == cause and says in found.causes[0].what, str(found)
+    if fault == "norm inside":
+        assert found.causes[1].what == "what it gives norm: args[0] lacks its own args[0]: a residual is not added", str(found)
+
+
+def test_values_that_a_layer_takes_to_be_its_keys_are_no_fault():
+    pair = transferred(TorchCross(), FlaxCross("", nnx.Rngs(0)), "cross")
+    assert parity.diagnose(*pair, normal(3, 5, 8), normal(3, 6, 8, name="context")).passed
+
+
+class TorchPairs(nn.Module):
+    """A table of what lies between two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(5)
+        return torch.softmax(x + self.table(places[None] - places[:, None] + 4).permute(2, 0, 1), -1)
+
+
+class FlaxPairs(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Embed(9, 4, rngs=rngs)
+
+    def __call__(self, x):
+        places = jnp.arange(5)
+        return jax.nn.softmax(x + self.table(places[:, None] - places[None] + 4).transpose(2, 0, 1), -1)
+
+
+def test_of_a_table_nothing_is_said_about_batch_and_length():
+    pair = transferred(TorchPairs(), FlaxPairs(nnx.Rngs(0)), "pairs")
+    first = parity.diagnose(*pair, normal(3, 4, 5, 5)).causes[0]
+    assert first.what == "what it gives table has its first two axes in the other order"
+    assert first.change == "give it x.swapaxes(0, 1)"
+
+
+# ---------------------------------------------------------------- a loop that takes always the same layer
+
+
+class TorchLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+class FlaxLoop(nnx.Module):
+    def __init__(self, order: tuple[int, ...], rngs: nnx.Rngs):
+        self.blocks, self.order = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(3)]), order
+
+    def __call__(self, x):
+        for number in self.order:
+            x = x + jnp.tanh(self.blocks[number](x))
+        return x
+
+
+def test_layers_that_are_never_called_are_told():
+    pair = transferred(TorchLoop(), FlaxLoop((0, 0, 0), nnx.Rngs(0)), "loop")
+    found = parity.diagnose(*pair, FEATURES)
+    assert [one.path for one in found.isolation.faults] == [""], str(found)
+    what = "Flax never calls blocks.1 and blocks.2, and calls blocks.0 3 times where torch calls it 1"
+    assert (found.causes[0].hypothesis, found.causes[0].what) == ("another layer", what), str(found)
+
+
+def test_layers_that_are_called_in_another_order_are_no_layers_that_are_never_called():
+    pair = transferred(TorchLoop(), FlaxLoop((2, 1, 0), nnx.Rngs(0)), "loop")
+    found = parity.diagnose(*pair, FEATURES)
+    assert "or call the two in torch's order" in found.causes[0].change, str(found)
+    assert not [cause for cause in found.causes if "never" in cause.what], str(found)
