@@ -136,6 +136,28 @@ def test_pixels_that_are_made_floats_in_the_model_are_compared_and_traced():
     assert parity.trace(*pair, x).first_divergence().path == "head"
 
 
+def test_an_embedding_of_time_steps_is_no_divergence():
+    def torch_waves(x, steps):
+        angles = steps[:, None].float() * torch.exp(-torch.arange(2) * 2.0)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    def flax_waves(x, steps):
+        angles = steps[:, None].astype(jnp.float32) * jnp.exp(-jnp.arange(2) * 2.0)
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+
+    class TorchSteps(TorchThen):
+        def forward(self, x, steps):
+            return self.line(self.function(x, steps)) + x
+
+    class FlaxSteps(FlaxThen):
+        def __call__(self, x, steps):
+            return self.line(self.function(x, steps)) + x
+
+    models = transferred(TorchSteps(torch_waves), FlaxSteps(flax_waves), "steps")
+    trace = parity.trace(*models, normal(3, 4), np.array([17, 999, 402]))
+    assert trace.passed, str(trace)
+
+
 def test_complex_arguments_are_widened_like_others():
     z = (normal(3, 4) + 1j * normal(3, 4, name="imaginary")).astype(np.complex64)
     report = parity.compare(*pair(lambda x, z: x + z.abs(), lambda x, z: x + jnp.abs(z)), normal(3, 4), z, **FAST)

@@ -127,7 +127,8 @@ def test_nothing_is_kept_of_a_call_that_agrees_and_all_of_one_that_differs(monke
     assert {(step.path, step.call) for step in found.steps} == kept.keys()
     for step in found.steps:
         one = kept[step.path, step.call]
-        assert bool(one.outputs) is bool(one.inputs) is not step.agrees, step
+        # Calls of what has several paths wait for each other: which of torch's they are shows at the end.
+        assert bool(one.outputs) is bool(one.inputs) is not (step.agrees and step.path != "shared"), step
 
 
 def test_of_two_modules_under_one_path_one_that_agrees_does_not_hide_the_other() -> None:
