@@ -277,7 +277,7 @@ def solved_fill(suspect: Suspect, edited: Callable[[float], Edited]) -> tuple[fl
     """The number in hidden places that fits, if it is weak and none of the usual ones."""
     if any(suspect.explained(edited(value)())[0] for value in WEAK):
         return ()
-    found = suspect.solved(lambda value: edited(value)(), (-1.0, -3.0, -10.0, -30.0))
+    found = suspect.solved_near(lambda value: edited(value)(), (-1.0, -2.0, -4.0, -6.0, -9.0, -12.0, -30.0))
     return () if found is None or abs(found) > WEAKEST else tuple(dict.fromkeys((float(f"{found:.3g}"), found)))
 
 

@@ -43,8 +43,8 @@ def spread_term(suspect: Suspect, op: Operation) -> Iterator[Variant]:
 
     tried = [0.0, -1.0]
     if not any(suspect.explained(values(number))[0] for number in tried):
-        found = suspect.solved(values, (0.5, 2.0))
-        found = suspect.solved(values, (-0.5, -2.0)) if found is None else found
+        found = suspect.solved_near(values, (0.5, 2.0))
+        found = suspect.solved_near(values, (-0.5, -2.0)) if found is None else found
         tried += [] if found is None else [float(f"{found:.6g}"), found]
     for number in tried:
         if number in (0.0, -1.0):
@@ -135,7 +135,7 @@ def other_bounds(suspect: Suspect, op: Operation) -> Iterator[Variant]:
         def values(number: float, index: int = index) -> Values:
             return suspect.edited([op], "argument", index=index, value=number)()
 
-        found = suspect.solved(values, (mine, mine / 2, mine * 2))
+        found = suspect.solved_near(values, (mine * 0.9, mine * 1.1, mine / 2, mine * 2))
         for number in () if found is None or found == mine else dict.fromkeys((float(f"{found:.3g}"), found)):
             what = f"Flax bounds by {name}={number:.6g} where torch bounds by {mine:g}"
             yield Variant(what, f"jnp.clip(x, {name}={mine:g})", lambda n=number, v=values: v(n))
@@ -171,7 +171,7 @@ def one_divisor(suspect: Suspect) -> Iterator[Variant]:
         def values(number: float, op: Operation = op) -> Values:
             return suspect.edited([op], "divided by", number=number)()
 
-        found = suspect.solved(values, (1.0, 4.0, 16.0))
+        found = suspect.solved_near(values, (1.0, 4.0, 16.0))
         for number in () if found is None else dict.fromkeys((float(f"{found:.6g}"), found)):
             what = f"Flax divides everything by {number:.6g} where torch divides by an array {op.shapes[1]}"
             yield Variant(what, "divide by the array: the sum of the mask, not the length", lambda n=number, v=values: v(n))

@@ -631,6 +631,7 @@ def test_layers_that_are_never_called_are_told():
     assert (found.causes[0].hypothesis, found.causes[0].what) == ("another layer", what), str(found)
 
 
+@pytest.mark.slow
 def test_layers_that_are_called_in_another_order_are_no_layers_that_are_never_called():
     pair = transferred(TorchLoop(), FlaxLoop((2, 1, 0), nnx.Rngs(0)), "loop")
     found = parity.diagnose(*pair, FEATURES)
