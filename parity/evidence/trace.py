@@ -1,7 +1,7 @@
 """Outputs of every module on both sides, paired by path, and the first place where they part."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -184,7 +184,10 @@ class Desk:
         self.torch_layers = {self.rename.apply(x.path)[0]: x for x in subject.torch.layers(subject.torch_model)}
         layers = subject.flax.layers(subject.flax_model)
         self.flax_layers = {self.known(layer.path): layer for layer in layers}
-        self.shared = {path for path, number in Counter(self.known(layer.path) for layer in layers).items() if number > 1}
+        modules: dict[str, set[Hashable]] = {}
+        for layer in layers:
+            modules.setdefault(self.known(layer.path), set()).add(layer.path if layer.identity is None else layer.identity)
+        self.shared = {path for path, ones in modules.items() if len(ones) > 1}
         noise = {(one.path, one.call): one for one in plain}
         self.partners: dict[tuple[str, int], tuple[Captured, Captured]] = {}
         for mine in expected:

@@ -195,6 +195,7 @@ class Layer:
         also: as of a leaf.
         by_name: as of a leaf; then it has no settings.
         named: the names of its settings, those of layers inside left out.
+        identity: equal for two layers exactly if they are one module under two paths; None where no module is.
     """
 
     path: str
@@ -204,6 +205,7 @@ class Layer:
     also: tuple[str, ...] = ()
     by_name: bool = False
     named: Callable[[], list[str]] = field(default=list, compare=False, repr=False)
+    identity: Hashable = field(default=None, compare=False, repr=False)
 
 
 def gathered(arrays: Iterable[tuple[Leaf, np.ndarray]]) -> dict[str, Any]:

@@ -263,8 +263,8 @@ def layers(value: Any) -> list[Layer]:
     found = []
     for path, torch_path, node, inside in walk_with_parts(value):
         if isinstance(node, nnx.Module):
-            reader = setting_reader(node)
-            found.append(Layer(".".join(torch_path), kinds(node), reader, ".".join(path), named=setting_names(node)))
+            words, own, named = ".".join(torch_path), ".".join(path), setting_names(node)
+            found.append(Layer(words, kinds(node), setting_reader(node), own, named=named, identity=id(node)))
         for name, child in inside:
             if may_be_function(type(child)) and (function := function_kind(child)):
                 # In an nnx.Sequential a function has a number as a module has.

@@ -164,6 +164,11 @@ def set_deterministic(mode: bool, *, warn_only: bool) -> None:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
+# Layers that leave their fused path, and so return other values at padding, where anything watches the functions that are
+# called (torch 2.13). What torch.compile made is left to itself too.
+FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
 def evaluate(
     model: nn.Module,
     call: Call,
@@ -231,9 +236,10 @@ def evaluate(
     names |= {id(tensor): f"input {path}" for path, tensor in arrays.items()}
     watched = watch(names) if watch else contextlib.nullcontext()
     widened = Widened(model_dtype(model)) if dtype == "float64" else contextlib.nullcontext()
-    # Of whole numbers a model may make floats of its own dtype; torch's compiler is left to itself.
-    whole = any(not tensor.is_floating_point() for tensor in arrays.values()) and not is_compiled(model)
-    together = Together(model_dtype(model)) if dtype == "float64" and whole else contextlib.nullcontext()
+    # Of whole numbers a model may make floats of its own dtype.
+    whole = any(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in arrays.values())
+    free = dtype == "float64" and whole and not is_compiled(model) and not any(isinstance(m, FUSED) for m in model.modules())
+    together = Together(model_dtype(model)) if free else contextlib.nullcontext()
     grad = torch.enable_grad() if wants_gradients else torch.no_grad()
     with grad, widened, together, watched, as_it_was(model) as attributes, deployed_epsilon(model, dtype):
         state = once(model, replaced)

@@ -127,8 +127,7 @@ def test_nothing_is_kept_of_a_call_that_agrees_and_all_of_one_that_differs(monke
     assert {(step.path, step.call) for step in found.steps} == kept.keys()
     for step in found.steps:
         one = kept[step.path, step.call]
-        # Calls of what has several paths wait for each other: which of torch's they are shows at the end.
-        assert bool(one.outputs) is bool(one.inputs) is not (step.agrees and step.path != "shared"), step
+        assert bool(one.outputs) is bool(one.inputs) is not step.agrees, step
 
 
 def test_of_two_modules_under_one_path_one_that_agrees_does_not_hide_the_other() -> None:
@@ -213,13 +212,18 @@ def peak(monkeypatch: pytest.MonkeyPatch, layers: int, fault: int | None = None)
 
 
 @pytest.mark.usefixtures("streamed")
-@pytest.mark.parametrize("fault", [None, 1])
-def test_memory_held_by_a_trace_does_not_grow_with_layers(fault: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one block in float64: five modules' outputs and the second output."""
+@pytest.mark.parametrize(("fault", "blocks"), [(None, 2), (1, 3)])
+def test_memory_held_by_a_trace_does_not_grow_with_layers(
+    fault: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one block in float64: five modules' outputs and the second output.
+
+    Where a fault is small, a second look lays torch's four shaken runs of one call beside it: 7,680 bytes, of 2,880 a block.
+    """
     block = 6 * 2 * 5 * WIDTH * 8
     few, many = peak(monkeypatch, 2, fault), peak(monkeypatch, 8, fault)
     assert few == many
-    assert many <= 2 * block
+    assert many <= blocks * block
 
 
 def test_memory_would_grow_if_nothing_were_put_aside(monkeypatch: pytest.MonkeyPatch) -> None:
