@@ -182,7 +182,7 @@ def climb(
     failed = not refused and any(result.status == "failed" for result in results)
     stopped = not refused and any(result.status == "not run" for result in results)
     if (failed or stopped) and running:
-        subject.repeatable  # noqa: B018
+        subject.check_repeatable()
     lost: list[Note] = []
     path = attempted("trace", lambda: trace_subject(subject), lost) if failed and trace else None
     # The levels have already said what fails; trace and diagnosis only help to find it.

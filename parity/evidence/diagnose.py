@@ -71,7 +71,7 @@ def diagnose(
     subject.renew()
     found = diagnose_subject(subject, seconds)
     if not found.passed:
-        subject.repeatable  # noqa: B018
+        subject.check_repeatable()
     return found
 
 

@@ -54,6 +54,8 @@ class Subject:
 
     # The sides that are read from a bundle.
     recorded: frozenset[str] = frozenset()
+    # Whether it was looked for that a model does otherwise when it is run again.
+    tried_again = False
     # Whether only some values of what modules took and returned are known.
     sampled = False
     # The rooms of the two sides; a bundle stands for one that was recorded.
@@ -140,15 +142,15 @@ class Subject:
             # What raises here raises again where it is reported.
             return
 
-    @cached_property
-    def repeatable(self) -> bool:
-        """True, looked for once, where something failed.
+    def check_repeatable(self) -> None:
+        """Refuse models that do otherwise when they are run again. Looked for where something failed, and once.
 
         Raises:
-            InputError: a model returns other numbers, or raises, when it is run again.
+            InputError: one returns other numbers, or raises.
         """
-        refuse_unrepeatable(self)
-        return True
+        if not self.tried_again:
+            self.tried_again = True
+            refuse_unrepeatable(self)
 
     # --- runs ---------------------------------------------------------------------------------
 

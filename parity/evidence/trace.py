@@ -105,7 +105,7 @@ def trace_subject(subject: Subject) -> Trace:
     steps, unpaired = paired(expected, plain, actual, desk)
     if any(step.divergence for step in steps):
         # Before what torch draws counts for its rounding.
-        subject.repeatable  # noqa: B018
+        subject.check_repeatable()
     if any(doubtful(step) for step in steps):
         # A second look, as at the level `identical`: it costs four runs, so only what little parts is looked at twice.
         steps, _ = paired(expected, plain, actual, desk, shaken(subject, shelf))
@@ -411,7 +411,7 @@ def compare_output(
         text = f"NaN or infinity on one side only, first at {at}: expected (torch) {b[at]:.6g}, actual (flax) {a[at]:.6g}"
         return reason(text)
     result, where = worst_part(a, b, lambda part: semantics_bound(own[part], b[part]))
-    runs = [at_same_places(run.outputs[name], mine)[0] for run in shaken if name in run.outputs]
+    runs = [at_places(theirs, mine, run.outputs[name])[2] for run in shaken if name in run.outputs]
     if runs and not (result.zero or result.ratio <= 1):
         moved = [in_parts(run) for run in runs]
 
