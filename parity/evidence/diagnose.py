@@ -8,7 +8,7 @@ from parity.errors import InputError, first_line
 from parity.evidence.faults import Cause, Diagnosis
 from parity.evidence.hypotheses.flax_side import FlaxSearch
 from parity.evidence.hypotheses.suspect import Edited, Suspect, Variant
-from parity.evidence.hypotheses.table import HYPOTHESES, WEIGHTS, Hypothesis
+from parity.evidence.hypotheses.table import HYPOTHESES, LEFT_ON, WEIGHTS, Hypothesis
 from parity.evidence.isolation_recorded import isolator_of
 from parity.evidence.operations import named
 from parity.evidence.precision import diagnose_precision
@@ -64,13 +64,15 @@ def diagnose(
 
     Raises:
         InputError: a model or an argument cannot be compared as it stands, the torch model refuses it, they differ and
-            one of them returns other numbers when it is run again ('not repeatable'), or `seconds` is no positive number.
+            one of them returns other numbers when it is run again, by other means than the random keys of jax
+            ('not repeatable'), or `seconds` is no positive number.
     """
     seconds = checked_seconds(seconds, "seconds")
     subject = Subject(torch_model, flax_model, args, kwargs or {}, rename=rename, ignore=ignore, seed=seed, gradients=False)
     subject.renew()
     found = diagnose_subject(subject, seconds)
-    if not found.passed:
+    # What draws by jax's keys is explained by that.
+    if not found.passed and not any(cause.hypothesis == LEFT_ON for cause in found.causes):
         subject.check_repeatable()
     return found
 

@@ -47,10 +47,12 @@ class Hypothesis:
 
 # Arrays that differ are a cause by themselves: all else is tried with Flax's own arrays in torch's module.
 WEIGHTS = Hypothesis("weights", parameters.not_torchs)
+# What is named where Flax draws random numbers.
+LEFT_ON = "dropout left on"
 
 # In the order in which causes that fit equally well are told: the simplest and likeliest first.
 HYPOTHESES: list[Hypothesis] = [
-    Hypothesis("dropout left on", mode.random_numbers),
+    Hypothesis(LEFT_ON, mode.random_numbers),
     Hypothesis("epsilon", norms.epsilon),
     Hypothesis("variance", norms.variance),
     Hypothesis("number of groups", norms.groups_of_channels),
@@ -110,7 +112,7 @@ HYPOTHESES: list[Hypothesis] = [
     Hypothesis("rotary pairs", positions.halves_or_neighbours),
     Hypothesis("positions", positions.positions),
     Hypothesis("terms", sums.summing),
-    Hypothesis("dropout left on", mode.key_of_its_own, resort=True),
+    Hypothesis(LEFT_ON, mode.key_of_its_own, resort=True),
     Hypothesis("another layer", layers.never_called, resort=True),
     Hypothesis("order of modules", connections.connected, resort=True),
     Hypothesis("precision", rounding.pinned),
